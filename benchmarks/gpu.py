@@ -187,7 +187,6 @@ def main():
     add("--tiny", action="store_true", help="models of a few parameters")
     add("--stages", nargs="+", choices=NAMES, default=list(NAMES), metavar="STAGE")
     add("--budget", type=float, default=540.0, help="seconds for all stages")
-    add("--lines", type=int, default=30, help="of each stage to print")
     add("--out", type=Path, help="folder for results.jsonl and log.txt")
     add("--in-process", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -210,7 +209,7 @@ def main():
                 code, text = run(name, min(limit, until - began), asked)
             told = {"stage": name, "exit": code, "seconds": round(time.monotonic() - began, 1)}
             print(f"=== {json.dumps(told)}\n{text}", file=log, flush=True)
-            shown = "\n".join(text.splitlines()[-asked.lines :])
+            shown = "\n".join(text.splitlines()[-30:])
             print(f"=== {json.dumps(told)}\n{shown}", flush=True)
             for found in [told, *objects(text)]:
                 print(json.dumps({"stage": name} | found), file=results, flush=True)

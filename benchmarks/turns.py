@@ -54,14 +54,9 @@ class Processes:
 
     def start(self, command, **environ):
         with (self.folder / f"{len(self.running)}.log").open("wb") as log:
-            process = subprocess.Popen(
-                list(command),
-                env=os.environ | environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=os.setpgrp,
-            )
+            files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            environ = os.environ | environ
+            process = subprocess.Popen(command, env=environ, preexec_fn=os.setpgrp, **files)
         self.running.append(process)
         return process
 

@@ -1,7 +1,5 @@
 """Images of a step, over ranks."""
 
-from __future__ import annotations
-
 from lightning_ring.errors import ConfigurationError
 
 

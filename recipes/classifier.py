@@ -1,7 +1,5 @@
 """Image classification as a LightningModule: any network, any optimizer, any schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

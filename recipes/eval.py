@@ -5,8 +5,6 @@ of the checkpoint on the test images. Values can be changed, such as trainer.dev
 data.folder=OTHER; mpirun and torchrun start it too.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ python recipes/fabric_digits.py --devices 2            # or mpirun -n 2, srun, t
 python recipes/fabric_digits.py --devices 2 --strategy ring_sharded
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

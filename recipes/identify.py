@@ -2,8 +2,6 @@
 recogniser of the recipes.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

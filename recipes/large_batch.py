@@ -1,7 +1,5 @@
 """The large-batch study: ``python recipes/large_batch.py --help``."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """The networks: small ones for images of a few pixels, and torchvision's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """What a run looks like, in TensorBoard: batches, confusions, and what is found for what."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

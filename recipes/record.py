@@ -1,7 +1,5 @@
 """A study's memory, a JSON line a finished run: an interrupted one goes on where it stopped."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

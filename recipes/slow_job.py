@@ -7,8 +7,6 @@ lightning-ring pack photos packed
 python recipes/slow_job.py train packed --packed        # repaired
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,7 +91,7 @@ def train(options: argparse.Namespace) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
     L.seed_everything(0, verbose=False)
-    gap = [GapMeter(steps=6, rounds=2, only=True)] if options.gap else []
+    gap = [GapMeter(steps=6, rounds=2)] if options.gap else []
     L.Trainer(
         accelerator="cpu",
         devices=options.ranks,

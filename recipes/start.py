@@ -2,8 +2,6 @@
 run, and the start of the ranks.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """A sweep's table: a row for each run, the best first."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

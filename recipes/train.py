@@ -1,7 +1,5 @@
 """Trains, then tests, what the configuration says: ``python recipes/train.py --help``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -30,7 +30,7 @@ import pytest
 
 from tests import forked
 from tests.checks import marks
-from tests.processes import ROOT, clean_env, end_session, mpirun_command
+from tests.processes import ROOT, end_session, mpirun_command, start
 
 IDLE_RANKS = 8  # of all launches together: each takes some 200 MB
 
@@ -83,14 +83,8 @@ class Launch:
         # for reading too: opening it for writing alone would wait for the rank
         self._orders = [os.open(fifo, os.O_RDWR | os.O_CLOEXEC) for fifo in fifos]
         with self._output.open("w") as output:
-            self._process = subprocess.Popen(
-                mpirun_command(world_size, *forked.python(), "-m", "tests.battery", str(folder)),
-                env=clean_env(**env),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+            rank = [*forked.python(), "-m", "tests.battery", str(folder)]
+            self._process = start(mpirun_command(world_size, *rank), output, **env)
 
     def run(self, module, only, out, timeout):
         """Run checks of ``module`` on all ranks; what the ranks printed meanwhile. Ends the

@@ -4,11 +4,13 @@ import shutil
 import signal
 import sys
 import tempfile
+from unittest.mock import patch
 
 import pytest
 
 from tests import forked, processes
 from tests.battery import Battery
+from tests.hosts import open_hosts, why_not
 from tests.processes import SEGMENTS
 
 # Files that take a minute or more on a busy machine. With xdist they begin, so that none of them is
@@ -52,6 +54,8 @@ def pytest_configure(config):
     so does every process that starts MPI without mpirun, as Lightning's own strategies do to look
     for ranks.
     """
+    # A shell starts background jobs, CI's among them, with Ctrl-C ignored, which is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if SEGMENTS not in os.environ:
         where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         config.stash[OWN_SEGMENTS] = os.environ[SEGMENTS] = tempfile.mkdtemp(
@@ -124,11 +128,8 @@ def _environment_stays():
     """What a test calls may set variables, as `open_store` sets GLOO_SOCKET_IFNAME; later tests'
     ranks inherit them.
     """
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +141,15 @@ def _no_open_group():
     dist = sys.modules.get("torch.distributed")  # not imported here, for xdist's controller
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces without a limit of their rate. For tests with the mark `netns`."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_hosts(2, rate=None) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ host wait.
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.gradients import bucket, memory, sharded_gradient
 from lightning_ring.gradients.compression import blocks
 
-T = TypeVar("T")
 aten = torch.ops.aten
 # their results' sizes or values are known to the host once the device has computed them
 _READS = {

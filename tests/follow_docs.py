@@ -44,36 +44,25 @@ def main():
         shell = Shell(log)
         for page in options.pages or pages():
             for line, command in commands(Path(page)):
-                reason = next(
-                    (why for pattern, why in NOT_HERE.items() if re.search(pattern, command)), None
-                )
+                reasons = [why for pattern, why in NOT_HERE.items() if re.search(pattern, command)]
+                reason = reasons[0] if reasons else None
                 log.write(f"\n$ {command}\n".encode())
                 log.flush()
                 began = time.monotonic()
                 code = shell.run(command, options.timeout) if reason is None else 0
                 failed += code != 0
-                said = (
-                    f"left out: {reason}"
-                    if reason
-                    else "ok"
-                    if code == 0
-                    else f"FAILED with {code}"
-                )
-                print(
-                    f"{page}:{line}  {time.monotonic() - began:5.0f} s  {said:12} {command}",
-                    flush=True,
-                )
+                said = f"left out: {reason}" if reason else f"FAILED with {code}" if code else "ok"
+                seconds = time.monotonic() - began
+                print(f"{page}:{line}  {seconds:5.0f} s  {said:12} {command}", flush=True)
         shell.close()
     print(f"{failed} failed")
     return int(failed > 0)
 
 
 def pages():
-    others = sorted(
-        str(path.relative_to(ROOT))
-        for path in (*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md")
-    )
-    return [*ORDER, *(page for page in others if page not in ORDER)]
+    found = (*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md")
+    others = {str(path.relative_to(ROOT)) for path in found}
+    return [*ORDER, *sorted(others - {*ORDER})]
 
 
 def commands(page):
@@ -98,14 +87,8 @@ class Shell:
     """
 
     def __init__(self, log):
-        self._process = subprocess.Popen(
-            ["bash", "--norc"],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd=ROOT,
-        )
+        output = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "start_new_session": True}
+        self._process = subprocess.Popen(["bash", "--norc"], cwd=ROOT, **output)
 
     def run(self, command, timeout):
         """The exit code; 124 after ``timeout`` seconds. A server is ended, and 0 if it ran until
@@ -114,7 +97,6 @@ class Shell:
         server = SERVERS.match(command) is not None
         code = Path(f"/tmp/follow_docs.{os.getpid()}")
         code.unlink(missing_ok=True)
-        assert self._process.stdin is not None
         self._process.stdin.write(
             f"{{ {command}; }} </dev/null\necho $? >{code}.new; mv {code}.new {code}\n".encode()
         )

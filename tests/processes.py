@@ -18,6 +18,8 @@ from tests import forked
 ROOT = Path(__file__).resolve().parent.parent
 # its `sitecustomize` has each line of output written at once
 WHOLE_LINES = str(ROOT / "tests" / "whole_lines")
+RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
+ON_THIS_HOST = 'shift; exec sh -c "$*"'  # in the place of ssh
 may_start = True  # False inside a test without the marker `ranks` (`conftest.py`)
 # seconds, within which every process ends on the slowest machine; pytest gives up at 300
 HANGS = 240.0
@@ -59,16 +61,9 @@ def clean_env(**extra):
     whole lines.
     """
     prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "RING_", "TORCHELASTIC_", "PL_")
-    names = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    names += ("PYTHONDONTWRITEBYTECODE",)  # hundreds of processes would compile the same files
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR"}
+    # without the last one hundreds of processes would compile the same files
+    names |= {"MASTER_PORT", "PYTHONDONTWRITEBYTECODE"}
     env = {
         k: v
         for k, v in os.environ.items()
@@ -78,26 +73,43 @@ def clean_env(**extra):
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
 
 
-def default_signals():
-    """For ``preexec_fn``: a shell starts background jobs, CI's among them, with Ctrl-C ignored,
-    which is inherited.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def start(command, output=subprocess.PIPE, **env):
+    """A process of ``command`` in a session of its own, whose errors go to ``output`` too."""
+    assert may_start, "a test that starts a process needs the marker `ranks`"
+    return subprocess.Popen(
+        command,
+        env=clean_env(**env),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def started(command, path=None, **env):
+    """As `start` does; ``path`` is a file for the output. The session is killed at the end."""
+    with path.open("w") if path else contextlib.nullcontext(subprocess.PIPE) as output:
+        process = start(command, output, **env)
+    try:
+        yield process
+    finally:
+        end_session(process)
+        process.communicate(timeout=60)
+
+
+def executable(path, script):
+    """Make ``path`` a program that runs ``script`` of the shell. Returns its name."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def run(command, *, timeout=HANGS, **env):
     """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed
     and the test fails.
     """
-    assert may_start, "a test that starts a process with `run` needs the marker `ranks`"
-    process = subprocess.Popen(
-        command,
-        env=clean_env(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = start(command, **env)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -129,6 +141,16 @@ def wait_for(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def written_pids(process, files):
+    """The numbers in ``files``, once they are written by the job of ``process``."""
+    deadline = time.monotonic() + 150
+    while not all(file.exists() and file.read_text() for file in files):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"not all of {files} were written"
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
 
 
 def has_ended(pid):
@@ -170,23 +192,29 @@ def mpirun(world_size, *command, timeout=HANGS, **env):
     return run(mpirun_command(world_size, *forked.python(), *command), timeout=timeout, **env)
 
 
+# python -c START_ELASTIC LIMITS COMMAND ...
+START_ELASTIC = """
+import os, sys
+from lightning_ring.elastic.steward import *
+from lightning_ring.launch import elastic
+from lightning_ring.launch.elastic import *
+from lightning_ring.launch.hosts import Host
+elastic._FAIL_SECONDS = float(os.environ.get('FAIL_SECONDS', elastic._FAIL_SECONDS))
+arguments = eval(f'dict(limits={sys.argv[1]})')
+sys.exit(ElasticJob(sys.argv[2:], **arguments).run())
+"""
+# in LIMITS: an agent on this very host, which has a second name
+AGENT = """, hosts=[Host('localhost', %d), Host('elsewhere', %d)],
+    line=lambda host, line: ['sh', '-c', line]"""
+
+
 def elastic_command(ranks, *command, respawn=False, agent=False):
     """``python command...`` as an elastic job of ``ranks``, whose dead are replaced with
     ``respawn``.
 
     With ``agent`` the second half of the ranks are started by one, as if they were on another host.
     """
-    limits = (
-        "int(sys.argv[1]), respawn=RespawnLimits(20, 0.02, 0.0)" if respawn else "int(sys.argv[1])"
-    )
-    half = f"{ranks // 2})"
-    hosts = (
-        f", hosts=[Host('localhost', {half}, Host('elsewhere', {half}], line=lambda host, line: "
-        "['sh', '-c', line]"
-    )
-    start = (
-        "import sys; from lightning_ring.launch.elastic import *; from "
-        "lightning_ring.launch.hosts import Host; sys.exit(ElasticJob(sys.argv[2:], "
-        f"ElasticLimits({limits}){hosts * agent}).run())"
-    )
-    return [sys.executable, "-c", start, str(ranks), *forked.python(), *command]
+    limits = ", respawn=RespawnLimits(20, 0.02, 0.0)" if respawn else ""
+    hosts = AGENT % (ranks // 2, ranks // 2) if agent else ""
+    job = [sys.executable, "-c", START_ELASTIC, f"ElasticLimits({ranks}{limits}){hosts}"]
+    return [*job, *forked.python(), *command]

@@ -1,11 +1,7 @@
 """A `RingStrategy` whose gradients travel alike with whole and with sharded optimizers."""
 
-from typing import TypeVar
-
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
-
-Kind = TypeVar("Kind", bound=RingStrategy)
 
 
 def ring(sharded, kind=RingStrategy, **arguments):

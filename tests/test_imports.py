@@ -3,16 +3,13 @@
 ``python -m tests.test_imports`` writes the table of rooms into docs/architecture.md.
 """
 
-from __future__ import annotations
-
 import ast
-import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
 
-from tests.processes import ROOT, clean_env
+from tests.processes import ROOT, run
 
 PACKAGE = ROOT / "lightning_ring"
 PAGE = ROOT / "docs" / "architecture.md"
@@ -160,17 +157,20 @@ def test_imports_point_one_way(room):
         assert rooms <= ROOMS[room].allowed | {room}, module
 
 
-def run_code(code):
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stderr
+def run_code(code, expected=0):
+    result = run([sys.executable, "-c", code])
+    assert result.returncode == expected, result.stdout
     return result.stdout.strip()
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "order", ["import lightning_ring, lightning.pytorch", "import lightning, lightning_ring"]
+    "order",
+    [
+        "import lightning_ring, lightning.pytorch",
+        "import lightning, lightning_ring",
+        "import lightning_ring.integrations.lightning.strategy, lightning_ring",
+    ],
 )
 def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(order):
     code = (
@@ -198,6 +198,7 @@ def test_importing_a_strategy_loads_what_a_rank_trains_with_and_nothing_else():
     assert len(loaded) <= 120
 
 
+@pytest.mark.ranks
 def test_importing_the_package_imports_neither_lightning_nor_torch():
     print_names = "print(sorted(sys.modules.keys() & {'lightning', 'torch', 'mpi4py'}))"
     modules = (
@@ -219,30 +220,13 @@ def test_packing_needs_no_torch_and_what_the_data_room_names_is_there():
 
 
 @pytest.mark.ranks
-def test_the_strategy_itself_may_be_imported_first():
-    assert (
-        run_code(
-            "from lightning_ring.integrations.lightning.strategy import RingStrategy as R; "
-            "print(R.strategy_name)"
-        )
-        == "ring"
-    )
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "order", ["lightning_ring, pytorch_lightning", "pytorch_lightning, lightning_ring"]
 )
 def test_the_trainer_of_the_other_package_says_which_package_to_use(order):
     code = f"import {order}; pytorch_lightning.Trainer(strategy='ring', accelerator='cpu')"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 1
-    assert (
-        "ConfigurationError: Trainer(strategy='ring') of pytorch_lightning was called"
-        in result.stderr
-    )
+    told = "ConfigurationError: Trainer(strategy='ring') of pytorch_lightning was called"
+    assert told in run_code(code, expected=1)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,11 @@ import threading
 import time
 from collections import defaultdict, deque
 from datetime import timedelta
-from typing import TypeVar
 
 from lightning_ring.comm.communicator import as_bytes
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
 from lightning_ring.errors import CollectiveError, PeerFailedError, RingError
-
-T = TypeVar("T")
 
 
 class ThreadWorld:

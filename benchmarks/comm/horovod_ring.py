@@ -64,6 +64,7 @@ def training(hvd):
 
 
 BENCHMARKS = {"names": names, "training": training}
+STEPS = {"names": 50, "training": 1}  # a turn
 
 
 def rank(asked):
@@ -106,11 +107,11 @@ def measure(asked):
         conductor.open(list(started.values()), jobs, RANKS)
         for number in range(asked.rounds + WARM_UP):
             for job in jobs if number % 2 else jobs[::-1]:
-                times = conductor.turn(job, asked.steps)
+                times = conductor.turn(job, STEPS[asked.benchmark])
                 if number >= WARM_UP:
                     seconds[job].append(min(times))
         facts = conductor.finish()
-    print(f"{asked.rounds} turns of {asked.steps} steps")
+    print(f"{asked.rounds} turns of {STEPS[asked.benchmark]} steps")
     for job, times in seconds.items():
         print(f"{job:24} fastest step {min(times) * 1e3:9.3f} ms")
         print(f"    processor time of a step, median {facts[job][0]['processor_ms']:9.1f} ms")
@@ -125,10 +126,8 @@ def main():
     add("benchmark", choices=BENCHMARKS)
     add("--horovod", metavar="PYTHON", help="interpreter that has Horovod; horovodrun beside it")
     add("--rounds", type=int, default=20, help="turns of each job")
-    add("--steps", type=int, help="a turn; by default 50 for names, 1 for training")
     add("--rank", metavar="MODULE", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    asked.steps = asked.steps or (50 if asked.benchmark == "names" else 1)
     if asked.rank:
         rank(asked)
     else:

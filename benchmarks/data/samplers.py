@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.turns import parser_of
 from lightning_ring.data import BalancedSampler, PKSampler, ShuffledSampler
 
-DRAWN = 100_000
+ENTRIES, CLASSES, DRAWN = 20_000_000, 50_000, 100_000
 
 
 def samplers(labels):
@@ -33,14 +33,14 @@ def resident_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(name, entries, classes):
+def measure(name):
     generator = np.random.default_rng(0)
-    labels = np.empty(entries, dtype=np.int32)
+    labels = np.empty(ENTRIES, dtype=np.int32)
     # in pieces: a large temporary would hide the samplers' memory
-    for start in range(0, entries, 1 << 20):
+    for start in range(0, ENTRIES, 1 << 20):
         part = labels[start : start + (1 << 20)]
         # some classes are far larger
-        part[:] = (classes * generator.random(len(part)) ** 2).astype(np.int32)
+        part[:] = (CLASSES * generator.random(len(part)) ** 2).astype(np.int32)
     before = resident_mib()
     began = time.perf_counter()
     sampler = samplers(labels)[name]()
@@ -61,16 +61,12 @@ def measure(name, entries, classes):
 
 
 def main():
-    parser = parser_of(__doc__)
-    parser.add_argument("--entries", type=int, default=20_000_000)
-    parser.add_argument("--classes", type=int, default=50_000)
-    arguments = parser.parse_args()
-    print(f"{arguments.entries:,} entries, {arguments.classes:,} classes")
+    parser_of(__doc__).parse_args()
+    print(f"{ENTRIES:,} entries, {CLASSES:,} classes")
     print("| sampler | to the first sample | memory | a sample | to resume at 3/4 of the epoch |")
     print("| --- | --- | --- | --- | --- |", flush=True)
     for name in samplers(np.zeros(1, dtype=np.int64)):
-        words = (name, arguments.entries, arguments.classes)
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=words)
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(name,))
         process.start()
         process.join()
         assert process.exitcode == 0

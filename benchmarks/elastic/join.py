@@ -87,13 +87,8 @@ def measure(mib, rate, algorithm):
         ringrun += ["--min-ranks", "1", "--respawn", sys.executable, "-m", __spec__.name]
         ringrun += ["--train", str(folder), "--mib", str(mib), "--algorithm", algorithm]
         environ = os.environ | {"RING_SSH": str(hosts.ssh), "GLOO_SOCKET_IFNAME": INTERFACE}
-        done = subprocess.run(
-            hosts.on(hosts.names[0], *ringrun),
-            env=environ,
-            timeout=JOB_SECONDS,
-            capture_output=True,
-            text=True,
-        )
+        command, said = hosts.on(hosts.names[0], *ringrun), {"capture_output": True, "text": True}
+        done = subprocess.run(command, env=environ, timeout=JOB_SECONDS, **said)
         steps = [json.loads(line) for line in (folder / "0.steps").read_text().splitlines()]
         if steps[-1][1] != 2 or steps[DEADLY][1] != 1:
             raise SystemExit(f"nobody joined:\n{done.stdout}\n{done.stderr}")

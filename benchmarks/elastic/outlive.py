@@ -28,8 +28,6 @@ other, and the libraries take turns.
 PYTHON are interpreters that have these two.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket

@@ -11,8 +11,6 @@ Beside each time are bytes and messages of a rank: those that the connections of
 carried, in both directions, as the kernel counts them (a message is a TCP segment with data).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

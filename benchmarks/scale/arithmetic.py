@@ -9,8 +9,6 @@ nodes share the wire, with 1/8 of the bytes each. A sharded step waits for its r
 all-gather is due in the next forward.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

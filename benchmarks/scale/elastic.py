@@ -1,7 +1,5 @@
 """An elastic job: its steward in one process, and in the others its members."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Each rank opens what `lightning_ring.job` opens, except process groups of torch.distributed.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

@@ -1,7 +1,5 @@
 """Processes that each stand for many ranks, and take orders over a pipe."""
 
-from __future__ import annotations
-
 import functools
 import os
 import selectors

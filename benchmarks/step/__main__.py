@@ -11,8 +11,6 @@ Rows with hosts need Linux and root: they make network namespaces with links of 
 (`tests/hosts.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -2,8 +2,6 @@
 ORDER.json`` under mpirun.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

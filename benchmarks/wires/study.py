@@ -1,7 +1,5 @@
 """The study of wires: ``python -m benchmarks.wires.study --help``."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -16,6 +16,8 @@ from lightning_ring.comm.communicator import Communicator
 
 log = logging.getLogger(__name__)
 
+Tell = Callable[[str], None]  # receives messages for the user
+
 
 class Backwards(Protocol):
     """Which backward passes average their gradients over the ranks."""
@@ -29,7 +31,7 @@ class Backwards(Protocol):
     def reduces_plain_backwards(self) -> bool:
         """Whether the current code is inside ``plain_backwards(reduced=True)``."""
 
-    def finish_backward(self) -> None:
+    def finish(self) -> None:
         """Complete a plain backward whose end autograd did not announce. Else nothing happens."""
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -37,13 +39,6 @@ class Backwards(Protocol):
 
     def discarding(self) -> AbstractContextManager[None]:
         """Around a backward whose gradients do not count."""
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        """After the closure of a step.
-
-        Raises:
-            RingError: ``optimizer`` is about to step gradients that differ between ranks.
-        """
 
 
 class LocalBackwards:
@@ -60,9 +55,7 @@ class LocalBackwards:
     def discarding(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def finish_backward(self) -> None: ...
-
-    def check_gradients(self, optimizer: Optimizer) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Algorithm:
@@ -115,8 +108,8 @@ class Algorithm:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         comm: Communicator,
-        warn: Callable[[str], None] = log.warning,
-        inform: Callable[[str], None] = log.info,
+        warn: Tell = log.warning,
+        inform: Tell = log.info,
     ) -> None:
         """Begin a training. ``warn`` and ``inform`` receive messages for the user. Collective.
 
@@ -153,7 +146,10 @@ class Algorithm:
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Before any optimizer's step. ``has_closure``: the step computes gradients in a
-        closure.
+        closure. Code that knows the closure calls this again, without it, at the closure's end.
+
+        Raises:
+            RingError: ``optimizer`` is about to step gradients that differ between ranks.
         """
 
     def after_step(self, optimizer: Optimizer) -> None:

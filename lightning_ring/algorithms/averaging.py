@@ -6,19 +6,20 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.algorithm import Algorithm, Backwards, log
-from lightning_ring.algorithms.compiled_graphs import split_at_buckets
+from lightning_ring.algorithms.algorithm import Algorithm, Backwards, LocalBackwards, Tell, log
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import default_cap_mb
+from lightning_ring.comm.cost import FIRST_BUCKET_MB, default_cap_mb
 from lightning_ring.comm.recording import unrecorded
-from lightning_ring.comm.replicate import broadcast_tensors
+from lightning_ring.comm.replicate import broadcast_tensors, params_of
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.backward import check_outside_backward
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback
@@ -50,9 +51,7 @@ class Averaging(Algorithm):
         on_new_parameters: Callable[[], None] | None = None,
     ) -> None:
         check_wire("Sharded" if shards else "Averaging", bucket_cap_mb, compression, shards=shards)
-        self.backwards: Backwards = self
         self.reducer: Reducer | None = None
-        # of parameters in the buckets, if it is known before the first backward
         self._names: list[list[str]] = []  # of the parameters in each bucket, once they are gone
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
@@ -72,8 +71,8 @@ class Averaging(Algorithm):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         comm: Communicator,
-        warn: Callable[[str], None] = log.warning,
-        inform: Callable[[str], None] = log.info,
+        warn: Tell = log.warning,
+        inform: Tell = log.info,
     ) -> None:
         self._module, self._comm = module, comm
         # a new one, without the residual of an earlier training
@@ -139,7 +138,7 @@ class Averaging(Algorithm):
         ranks.
         """
         reducer = self._training
-        params = [param for optimizer in self._optimizers for param in _params_of(optimizer)]
+        params = [param for optimizer in self._optimizers for param in params_of(optimizer)]
         if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
             return []
         new = reducer.track(self._module.named_parameters())
@@ -156,36 +155,18 @@ class Averaging(Algorithm):
         with self._training.backward():
             yield
 
-    def finish_backward(self) -> None:
-        if self.reducer is not None:
-            self.reducer.finish()
-
-    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        return self._training.plain_backwards(reduced=reduced)
-
     @property
-    def reduces_plain_backwards(self) -> bool:
-        return self._training.reduces_plain_backwards
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.reducer.no_sync() if self.reducer is not None else nullcontext()
-
-    def discarding(self) -> AbstractContextManager[None]:
-        return self._training.discarding()
+    def backwards(self) -> Backwards:  # type: ignore[override]
+        return self.reducer if self.reducer is not None else LocalBackwards()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if self.steps_tracked_parameters(optimizer):
             check_outside_backward(optimizer)
             self._training.finish()
-            if not has_closure:
-                self.check_gradients(optimizer)
-        elif not has_closure:  # of another module, or of parameters that this one got later
-            self._check_tracked(_params_of(optimizer))
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        params = _params_of(optimizer)
-        self._training.check_reduced(params)
-        self._check_tracked(params)
+        if not has_closure:
+            params = params_of(optimizer)
+            self._training.check_reduced(params)
+            self._check_tracked(params)
 
     def _check_tracked(self, params: Sequence[Parameter]) -> None:
         """Raise `RingError` if one of ``params`` got its gradient before it was in a bucket.
@@ -209,7 +190,7 @@ class Averaging(Algorithm):
             self._training.num_steps += 1
 
     def steps_tracked_parameters(self, optimizer: Optimizer) -> bool:
-        return any(map(self._training.is_tracked, _params_of(optimizer)))
+        return any(map(self._training.is_tracked, params_of(optimizer)))
 
     @property
     def _training(self) -> Reducer:
@@ -258,8 +239,31 @@ class Averaging(Algorithm):
         )
 
 
-def _params_of(optimizer: Optimizer) -> list[Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """All that the compiler reads of a DistributedDataParallel."""
+
+    bucket_bytes_cap: int
+
+
+@contextmanager
+def split_at_buckets(cap_mb: float) -> Iterator[None]:
+    """Graphs compiled inside are split at buckets of ``cap_mb`` MiB, which then leave while
+    backward runs: that of a compiled graph is one node of autograd, whose gradients all come at its
+    end.
+
+    torch's compiler does so for DistributedDataParallel
+    (`torch._dynamo.backends.distributed.DDPOptimizer`), where it finds an active module with
+    ``bucket_bytes_cap``. ``torch._dynamo.config.optimize_ddp = False`` turns that off. It takes no
+    cap below its first bucket's, which is 1 MiB, as here.
+    """
+    buckets = _Buckets(int(max(cap_mb, FIRST_BUCKET_MB) * 2**20))
+    DistributedDataParallel._active_ddp_module = cast(Any, buckets)
+    try:
+        yield
+    finally:
+        # not what was there before: that may be another thread's
+        DistributedDataParallel._active_ddp_module = None
 
 
 def check_wire(

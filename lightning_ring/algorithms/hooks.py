@@ -1,17 +1,40 @@
-"""Hooks on all optimizers of the process, and on a module without its copies."""
+"""Optimizers of a module; hooks on all optimizers of the process, and on a module without its
+copies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from lightning_ring.comm.replicate import params_of
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.backward import closure_of
+
+
+def steps_module(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Whether ``optimizer`` steps parameters of ``module``."""
+    return not set(module.parameters()).isdisjoint(params_of(optimizer))
+
+
+def check_same_parameters(
+    params: Sequence[Parameter], first: Sequence[Parameter], algorithm: str
+) -> None:
+    """Raise `ConfigurationError` if other ``params`` are trained than at the ``first`` batch."""
+    if [*map(id, params)] != [*map(id, first)]:
+        raise ConfigurationError(
+            "parameters were frozen, unfrozen or added after the first batch, and "
+            f"{algorithm} goes on with those of it. Begin another training from a checkpoint, or "
+            "use strategy 'ring'."
+        )
 
 
 class StepHooks:

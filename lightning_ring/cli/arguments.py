@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,13 @@ def chosen_hosts(options: argparse.Namespace) -> list[Host]:
     return read_hostfile(options.hostfile) if options.hostfile is not None else []
 
 
-def check_output(option: str, path: str | Path | None, inputs: Iterable[Path] = ()) -> None:
-    """Before minutes of work: whether the file ``path`` of ``option`` can be written, and is none
-    of ``inputs``.
-
-    Raises:
-        ConfigurationError: It is not so.
+def check_output(option: str, path: str | Path | None) -> None:
+    """Raises `ConfigurationError`, before minutes of work: the file ``path`` of ``option`` cannot
+    be written.
     """
     if path is None:
         return
     path = Path(path)
-    if path.exists() and any(each.exists() and each.samefile(path) for each in inputs):
-        raise ConfigurationError(
-            f"{option} {path}: this file is read. Name another one, which may be written."
-        )
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise ConfigurationError(
             f"{option} {path}: cannot be written. Name a file in an existing folder."

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from lightning_ring.comm.calls import by_rank
-from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.errors import ConfigurationError, ModelMismatchError
 
 MESSAGE_BYTES = 250 * 1024 * 1024
+AVERAGED_BYTES = 25 * 1024 * 1024
 SHOWN = 4  # differences in an error
 FROZEN = ", frozen"
 
@@ -52,20 +53,39 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 
     """
     if comm.world_size == 1:
         return
-    for message in _messages(tensors):
+    for message in _messages(tensors, MESSAGE_BYTES):
         if len(message) == 1 and message[0].is_contiguous():
             comm.broadcast_(message[0], src=src, name="replicate").wait()
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in message])
         comm.broadcast_(flat, src=src, name="replicate").wait()
         if comm.rank != src:
-            parts = flat.split([tensor.numel() for tensor in message])
-            for tensor, part in zip(message, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            _take_apart(flat, message)
 
 
-def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device together, up to `MESSAGE_BYTES`; what is longer travels
+@torch.no_grad()
+def average_tensors(tensors: Iterable[Tensor], comm: Communicator, name: str) -> None:
+    """Replace ``tensors`` (same shapes and dtypes on all ranks) by their averages over the ranks,
+    in place.
+    """
+    started = []
+    for index, message in enumerate(_messages(tensors, AVERAGED_BYTES)):
+        flat = torch.cat([tensor.reshape(-1) for tensor in message])
+        work = comm.all_reduce_(flat, op=ReduceOp.AVG, name=f"{name}, message {index}")
+        started.append((work, flat, message))
+    for work, flat, message in started:
+        work.wait()
+        _take_apart(flat, message)
+
+
+def _take_apart(flat: Tensor, message: list[Tensor]) -> None:
+    parts = flat.split([tensor.numel() for tensor in message])
+    shaped = [part.view(each.shape) for part, each in zip(parts, message, strict=True)]
+    torch._foreach_copy_(message, shaped)
+
+
+def _messages(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device together, up to ``max_bytes``; what is longer travels
     alone.
     """
     open_messages: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -73,7 +93,7 @@ def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         if tensor.numel() == 0:
             continue
         message = open_messages.setdefault((tensor.dtype, tensor.device), [])
-        if message and sum(other.nbytes for other in message) + tensor.nbytes > MESSAGE_BYTES:
+        if message and sum(other.nbytes for other in message) + tensor.nbytes > max_bytes:
             yield list(message)
             message.clear()
         message.append(tensor)
@@ -108,6 +128,11 @@ def _require_values(named: dict[str, Tensor]) -> None:
 # --- optimizer state
 
 
+def params_of(optimizer: Optimizer) -> list[Parameter]:
+    """Of all groups, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def broadcast_optimizer_state(
     optimizer: Optimizer,
     comm: Communicator,
@@ -125,7 +150,7 @@ def broadcast_optimizer_state(
     if comm.world_size == 1:
         return
     check_same_optimizer(optimizer, comm)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     state = {
         index: optimizer.state[param]
         for index, param in enumerate(params)

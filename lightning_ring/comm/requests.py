@@ -8,25 +8,20 @@ import atexit
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.collective_thread import CollectiveThread, ThreadWork
+from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.transport import Request, Transport
 from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, transport_error
 from lightning_ring.errors import CollectiveError, RingError
 
 Answer = Callable[[int, Tensor], Tensor]
-Use = Callable[[int, int, Tensor], object]
 
 _TAG = 16  # another than those of collectives, and of Gloo's interrupts
-_GOODBYE = -1  # in the place of a number of questions
-_MOST_QUESTIONS = 16  # that a rank asks another one at once
-_AHEAD = 2  # messages whose receives have begun while one is used
+_GOODBYE = -1  # in the place of a question's length
 _PIECE_BYTES = 64 * 2**20  # no message is longer than transports like
 _IDLE_SECONDS = 1e7  # a peer may ask nothing for as long as it likes
 _STUCK_SECONDS = 1.0
@@ -43,9 +38,9 @@ class Requests:
 
     A question and its answer are 1-D uint8 tensors of any length. A thread for each peer answers
     its questions, one after another, with ``answer(peer, question)``. The question's memory may
-    change with the next question, and that of the answer with the next but one, or with the next
-    `ask`. Lengths travel before all questions, so that both ranks begin to receive before they need
-    a message, and none waits until a thread of the other rank gets a core. What ``answer`` or the
+    change with the next question, and that of the answer with the next `ask`. Both lengths travel
+    before a question, so that both ranks begin to receive before they need a message, and none
+    waits until a thread of the other rank gets a core. What ``answer`` or the
     transport raises, or a collective with the same ``policy``, ends all questions of this rank, and
     breaks the other communicators of the ``policy``.
     """
@@ -59,7 +54,7 @@ class Requests:
         self._answer = answer
         self._asking = CollectiveThread(policy)
         # kept: fresh memory costs page faults
-        self._received: dict[tuple[Transport, int, int], Tensor] = {}
+        self._received: dict[tuple[Transport, int], Tensor] = {}
         self._stopped = False
         for transport in transports:
             transport.while_waiting = self._while_waiting
@@ -78,57 +73,34 @@ class Requests:
             thread.start()
 
     def ask(
-        self,
-        questions: Mapping[int, Sequence[Tensor]],
-        name: str,
-        use: Use | None = None,
-        lengths: Mapping[int, Sequence[int]] | None = None,
-    ) -> Answers:
-        """Ask each peer its questions, all at the same time, and without waiting for answers
-        between them.
-
-        Answers then come while later questions still go: a long message and its answer, cut in
-        parts, travel at the same time. They may not change before `Answers.wait`. This rank itself
-        may be among the peers.
+        self, questions: Mapping[int, Tensor], name: str, lengths: Mapping[int, int]
+    ) -> dict[int, Tensor]:
+        """Ask each peer its question, all at the same time; returns the answers by peer, in memory
+        that the next question to that peer overwrites. This rank itself may be among the peers.
 
         Args:
-            questions: By peer; at most 16 each.
             name: Stands in errors and stall reports.
-            use: Called in a thread with the peer, the number of the question and the answer, in
-                order for each peer. The next answer of that peer may overwrite that memory.
-            lengths: Of the answers, in bytes; those of their questions if not given.
+            lengths: Of the answers, in bytes.
         """
         self.check()  # where nobody waits for a peer that has failed, nothing else would tell
-        if lengths is None:
-            lengths = {
-                peer: [question.numel() for question in each] for peer, each in questions.items()
-            }
         answers: dict[int, Tensor] = {}
-
-        def take(peer: int, index: int, answer: Tensor) -> None:
-            answers[peer] = answer
-            if use is not None:
-                use(peer, index, answer)
 
         def run() -> None:
             others = {peer: self._asked_by_us(peer) for peer in questions if peer != self._rank}
-            arriving = {
-                peer: self._receives(transport, peer, lengths[peer])
-                for peer, transport in others.items()
-            }
-            sends = {
-                peer: self._send_questions(transport, questions[peer], lengths[peer], peer)
-                for peer, transport in others.items()
-            }
-            for index, question in enumerate(questions.get(self._rank, ())):
-                answer = self._answered(self._rank, question, lengths[self._rank][index])
-                take(self._rank, index, answer)
+            receives, sends = {}, {}
             for peer, transport in others.items():
-                for index, answer in enumerate(arriving[peer]):
-                    take(peer, index, answer)
+                answers[peer], receives[peer] = self._receive(transport, peer, lengths[peer])
+            for peer, transport in others.items():
+                head = _head(questions[peer].numel(), lengths[peer])
+                sends[peer] = self._send(transport, peer, [head, questions[peer]])
+            if (own := questions.get(self._rank)) is not None:
+                answers[self._rank] = self._answered(self._rank, own, lengths[self._rank])
+            for peer, transport in others.items():
+                transport.wait(receives[peer])
                 transport.wait(sends[peer])
 
-        return Answers(self._asking.submit(name, run), answers)
+        self._asking.submit(name, run).wait()
+        return answers
 
     def check(self) -> None:
         """Raise what ends a wait of ``answer``: this rank closes, a collective failed, or a
@@ -189,17 +161,14 @@ class Requests:
             arrival = transport.irecv(head, peer, _TAG)
             while True:
                 transport.wait([arrival])
-                number, *lengths = head.tolist()
-                if number == _GOODBYE:
+                size, length = head.tolist()
+                if size == _GOODBYE:
                     return
-                before: list[Request] = []
-                questions = self._receives(transport, peer, lengths[:number])
-                for question, length in zip(questions, lengths[_MOST_QUESTIONS:], strict=False):
-                    sends = self._send(transport, peer, [self._answered(peer, question, length)])
-                    transport.wait(before)
-                    before = sends
+                question, receives = self._receive(transport, peer, size)
+                transport.wait(receives)
+                sends = self._send(transport, peer, [self._answered(peer, question, length)])
                 arrival = transport.irecv(head, peer, _TAG)
-                transport.wait(before)
+                transport.wait(sends)
         except Exception as error:
             if not self._stopped:  # else the peer would wait for an answer that nobody gives
                 named = transport_error(f"answers for rank {peer}", error)
@@ -228,77 +197,23 @@ class Requests:
         """What carries ``peer``'s questions to this rank, and their answers."""
         return self._transports[self._rank > peer]
 
-    def _send_questions(
-        self, transport: Transport, questions: Sequence[Tensor], lengths: Sequence[int], peer: int
-    ) -> list[Request]:
-        assert len(questions) == len(lengths) <= _MOST_QUESTIONS
-        head = _head(len(questions), [question.numel() for question in questions], lengths)
-        return self._send(transport, peer, [head, *questions])
-
     def _send(self, transport: Transport, peer: int, messages: Sequence[Tensor]) -> list[Request]:
         return [
             transport.isend(piece, peer, _TAG) for message in messages for piece in _pieces(message)
         ]
 
-    def _receives(
-        self, transport: Transport, peer: int, lengths: Sequence[int]
-    ) -> Iterator[Tensor]:
-        """The messages as they arrive. The memory of each stays while the next one is used.
-
-        The first receives have begun when this returns.
-        """
-
-        def begin(index: int, length: int) -> tuple[Tensor, list[Request]]:
-            message = self._memory(transport, peer, index % (_AHEAD + 1), length)
-            return message, [transport.irecv(piece, peer, _TAG) for piece in _pieces(message)]
-
-        def arrived() -> Iterator[Tensor]:
-            while begun:
-                message, receives = begun.popleft()
-                if receives:
-                    transport.wait(receives)
-                yield message
-                begun.extend(islice(later, 1))
-
-        later = (begin(index, length) for index, length in enumerate(lengths))
-        begun = deque(islice(later, _AHEAD))
-        return arrived()
-
-    def _memory(self, transport: Transport, peer: int, place: int, size: int) -> Tensor:
-        kept = self._received.get((transport, peer, place))
+    def _receive(self, transport: Transport, peer: int, size: int) -> tuple[Tensor, list[Request]]:
+        """A message of ``size`` bytes, which arrives with the requests."""
+        kept = self._received.get((transport, peer))
         if kept is None or kept.numel() < size:
-            kept = self._received[transport, peer, place] = torch.empty(size, dtype=torch.uint8)
-        return kept[:size]
+            kept = self._received[transport, peer] = torch.empty(size, dtype=torch.uint8)
+        message = kept[:size]
+        return message, [transport.irecv(piece, peer, _TAG) for piece in _pieces(message)]
 
 
-class Answers:
-    """The answers to one `Requests.ask`, under way."""
-
-    def __init__(self, work: ThreadWork, answers: dict[int, Tensor]) -> None:
-        self._work = work
-        self._answers = answers
-
-    def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
-        return self._work.done()
-
-    def wait(self) -> dict[int, Tensor]:
-        """By peer the answer to its last question, in memory that the next question to that peer
-        overwrites. Raises as `Work.wait`.
-        """
-        self._work.wait()
-        return self._answers
-
-
-def _head(number: int = 0, lengths: Sequence[int] = (), of_answers: Sequence[int] = ()) -> Tensor:
-    """How many questions follow, and the lengths of all of them and of their answers: int64,
-    always as long.
-    """
-    head = torch.zeros(1 + 2 * _MOST_QUESTIONS, dtype=torch.int64)
-    head[0] = number
-    for start, values in ((1, lengths), (1 + _MOST_QUESTIONS, of_answers)):
-        head[start : start + len(values)] = torch.tensor(values, dtype=torch.int64)
-    return head
+def _head(size: int = 0, of_answer: int = 0) -> Tensor:
+    """The lengths of a question and of its answer."""
+    return torch.tensor([size, of_answer])
 
 
 def _pieces(message: Tensor) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,8 @@ Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Produ
 _REDUCTIONS = (Average, Sum, Min, Max, Product)
 
 
-class _Call(NamedTuple):
-    request: Submission
-    negotiation: Negotiation
-    grouped: bool
-
-
-_calls: dict[int, _Call] = {}
+# by handle: what was submitted, where, and whether it has a list of results
+_calls: dict[int, tuple[Submission, Negotiation, bool]] = {}
 _handles = itertools.count()
 
 
@@ -33,8 +28,7 @@ def poll(handle: int) -> bool:
     """Whether `synchronize` would return at once."""
     if handle not in _calls:
         raise ValueError(f"handle {handle!r} was not created here, or was synchronized before.")
-    call = _calls[handle]
-    return call.negotiation.poll(call.request)
+    return _calls[handle][0].done
 
 
 def synchronize(handle: int) -> Any:
@@ -49,11 +43,12 @@ def synchronize(handle: int) -> Any:
     call = _calls.get(handle)
     if call is None:
         return None
-    if not call.request.done:
-        call.negotiation.wait(call.request)
+    request, negotiation, grouped = call
+    if not request.done:
+        negotiation.wait(request)
     del _calls[handle]
-    results = call.request.outcome()
-    return results if call.grouped else results[0]
+    results = request.outcome()
+    return results if grouped else results[0]
 
 
 def reduction(average: bool | None, op: str | None) -> str:
@@ -108,7 +103,7 @@ def start(
     request = Submission(name, meta, tensors, in_place, result=[None] * len(tensors))
     negotiation.submit(request)
     handle = next(_handles)
-    _calls[handle] = _Call(request, negotiation, grouped)
+    _calls[handle] = request, negotiation, grouped
     return handle
 
 

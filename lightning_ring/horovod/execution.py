@@ -80,14 +80,14 @@ class Planner:
         steps = []
         for batch in batches(agreed):
             names = dict.fromkeys(part.one.name for part in batch)
-            steps.append((list(names), self._runner(batch)))
+            run: Callable[[Requests], None] = functools.partial(
+                _RUN[batch[0].one.meta.kind], batch[0], self._comm
+            )
+            if len(batch) > 1:
+                memory = self._memory(sum(part.num_bytes for part in batch))
+                run = FusedAllreduce(batch, memory, self._comm).run
+            steps.append((list(names), run))
         return RoundPlan(agreed, steps)
-
-    def _runner(self, batch: Sequence[RoundPart]) -> Callable[[Requests], None]:
-        if len(batch) > 1:
-            memory = self._memory(sum(part.num_bytes for part in batch))
-            return FusedAllreduce(batch, memory, self._comm).run
-        return functools.partial(_RUN[batch[0].one.meta.kind], batch[0], self._comm)
 
     def _memory(self, num_bytes: int) -> Tensor:
         """Memory of the fused tensors of one step, which runs to its end before the next one

@@ -27,11 +27,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from lightning_ring.comm.collective_queue import Alarm
-from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
-from lightning_ring.comm.waiting import CHECK_SECONDS, SLEEP_SHARE, WaitPolicy, ranks_text
+from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, ranks_text
 from lightning_ring.errors import HorovodInternalError, RingError
 from lightning_ring.horovod.execution import Agreed, Planner, RoundPlan
-from lightning_ring.horovod.pending import ALL_LEAVE, CAPACITY, HEAD, NO_NEWS, STAYS, Pending
+from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pending
 from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Submission, problem_of
 from lightning_ring.horovod.timeline import Timeline
 
@@ -86,10 +86,6 @@ class Negotiation:
         self._cause: BaseException | None = None
         # -- of the cycles, whose lock is held by the thread that runs one
         self._moving = threading.Lock()
-        self._sent = bytearray()  # the mask of this cycle
-        self._tells_to_leave = False
-        self._exchange: Work | None = None
-        self._told: list[Submission] = []  # in this cycle
         self._table: dict[str, dict[int, Meta]] = {}  # told by some rank, in the order of arrival
         self._since: dict[str, float] = {}
         self._joined: dict[int, None] = {}  # in the order of joining
@@ -138,13 +134,9 @@ class Negotiation:
         if self._announced is not None and not self._announced.done:
             self.wait(self._announced)  # ranks that have joined take part in one order
         request = Submission(name + _AGAIN * again, Meta(GRADIENTS))
-        request.on_error = self._end_gradients
+        request.on_error = lambda error: [policy.fail(error) for policy in self.policies]
         self.submit(request)
         self._announced = request
-
-    def _end_gradients(self, error: HorovodInternalError) -> None:
-        for policy in self.policies:
-            policy.fail(error)
 
     def join(self) -> int:
         """Take part in the others' all-reduces and gradients with zeros until all ranks are
@@ -177,26 +169,18 @@ class Negotiation:
         self._waiters.append(None)
         try:
             while not (request.done or (or_owed and self._owed)):
+                self._rest()
                 if self._moving.acquire(timeout=CHECK_SECONDS):
                     try:
                         # a cycle too many would deadlock: ranks may wait for this thread's buckets
                         if not (request.done or (or_owed and self._owed)):
-                            self._move(wait=True)
+                            self._cycle()
                     finally:
                         self._moving.release()
         finally:
             self._waiters.pop()
             if self._pending.requests:
                 self._wake_thread()
-
-    def poll(self, request: Submission) -> bool:
-        """Whether ``request`` is done, after a step towards it that needs no waiting."""
-        if not request.done and self._moving.acquire(False):
-            try:
-                self._move(wait=False)
-            finally:
-                self._moving.release()
-        return request.done
 
     @property
     def ended(self) -> bool:
@@ -216,7 +200,7 @@ class Negotiation:
         self._waiters.append(None)
         while self._ended is None:
             with self._moving:
-                self._move(wait=True)
+                self._cycle()
         self._closed = True
         self._alarm.ring()
         if threading.current_thread() is not self._thread:
@@ -238,48 +222,39 @@ class Negotiation:
             self._alarm.wait()
             # before it looks: what is submitted from now on sets it again
             self._alarm_is_set = False
-            idle_since = time.monotonic()
             while (
                 (self._pending.requests or self._leaving)
                 and not self._waiters
                 and self._ended is None
             ):
-                waited = time.monotonic() - idle_since
-                with self._moving:  # a wait of its own tells of ranks that failed
-                    moved = self._move(wait=waited > CHECK_SECONDS)
-                if moved:
-                    idle_since = time.monotonic()
-                time.sleep(min(max(SHORTEST_PAUSE, waited * SLEEP_SHARE), CYCLE_SECONDS))
+                self._rest()
+                with self._moving:
+                    self._cycle()
+
+    def _rest(self) -> None:
+        """Until the next cycle, after some in which nothing happened."""
+        pause = self._next_cycle - time.monotonic()
+        if pause > 0 and not self._pending.fresh:
+            time.sleep(pause)
 
     # -- a cycle, under `_moving`
 
-    def _move(self, *, wait: bool) -> bool:
-        """Begin a cycle, end the one that is under way, or both if ``wait``; whether a cycle
-        ended.
-        """
-        if self._ended is not None:
-            return False
+    def _cycle(self) -> None:
+        """Tell the other ranks what was submitted, and run what all of them have."""
+        if self._ended is not None or not (self._pending.requests or self._leaving):
+            return
         try:
             # no mode, and no transform, of the code that happens to wait takes part in this
             with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
-                if self._exchange is None and not self._begin(wait=wait):
-                    return False
-                assert self._exchange is not None
-                if not wait and not self._exchange.done():
-                    return False
-                self._exchange.wait()
-                self._exchange = None
-                self._finish()
+                self._exchange()
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}", error)
             if not isinstance(error, RingError):
                 self._leave_the_others()
         except BaseException as error:
-            if self._exchange is None:  # in the middle of what other ranks do too
-                self._end("the script was interrupted inside a collective.", error)
-                self._leave_the_others()
+            self._end("the script was interrupted inside a collective.", error)
+            self._leave_the_others()
             raise
-        return True
 
     def _leave_the_others(self) -> None:
         """After an error of this rank alone: the others get one as soon as they need this rank."""
@@ -289,43 +264,26 @@ class Negotiation:
                     torch.zeros(1, dtype=torch.uint8), name="the end, after an error of some rank"
                 )
 
-    def _begin(self, *, wait: bool) -> bool:
-        """Tell what was submitted; returns whether there was a reason to."""
-        if not self._pending.fresh:
-            if not self._pending.requests and not self._leaving:
-                return False
-            pause = self._next_cycle - time.monotonic()
-            if pause > 0:
-                if not wait:
-                    return False
-                time.sleep(pause)
-        self._tells_to_leave = self._leaving
-        self._sent, self._told = self._pending.tell(leaving=self._tells_to_leave)
+    def _exchange(self) -> None:
+        leaves = self._leaving
+        sent, told = self._pending.tell(leaving=leaves)
         if self.comm.rank in self._joined:
-            self._sent[HEAD:] = b"\1" * (len(self._sent) - HEAD)
+            sent[HEAD:] = b"\1" * (len(sent) - HEAD)
         if self.timeline is not None:
             self.timeline.cycle()
-        if self.comm.world_size == 1:
-            self._exchange = CompletedWork()
-        else:
-            sent = torch.frombuffer(self._sent, dtype=torch.uint8)
-            self._exchange = self.comm.all_reduce_(
-                sent, op=ReduceOp.MIN, name="names that all ranks have submitted"
-            )
-        return True
-
-    def _finish(self) -> None:
-        """Run what all ranks have submitted."""
-        sent = self._sent
+        if self.comm.world_size > 1:
+            mask = torch.frombuffer(sent, dtype=torch.uint8)
+            name = "names that all ranks have submitted"
+            self.comm.all_reduce_(mask, op=ReduceOp.MIN, name=name).wait()
         if not sent[STAYS]:
-            left = self.comm.all_gather_object(self._tells_to_leave)
+            left = self.comm.all_gather_object(leaves)
             leaving = [rank for rank, leaves in zip(self.ranks, left, strict=True) if leaves]
             self._end(_SHUTDOWN.format(ranks_text(leaving)))
             return
         common = bytes(memoryview(sent)[HEAD:]) if len(self._joined) < self.comm.world_size else b""
         ran = self._run_numbered(common) if 1 in common else False
         if heard := not sent[NO_NEWS]:
-            self._hear()
+            self._hear(told)
         if self._table or self._joined:
             ran = self._run_named() or ran
         if ran or heard:
@@ -351,12 +309,12 @@ class Negotiation:
         self._run(plan)
         return bool(plan.agreed)
 
-    def _hear(self) -> None:
+    def _hear(self, news: Sequence[Submission]) -> None:
         """Exchange names that some rank submits for the first time, or with another tensor than
         before.
         """
         now = time.monotonic()
-        mine = [(request.name, request.meta, now - request.since) for request in self._told]
+        mine = [(request.name, request.meta, now - request.since) for request in news]
         told: list[list[tuple[str, Meta, float]]] = self.comm.all_gather_object(
             mine, name="negotiation"
         )
@@ -366,14 +324,10 @@ class Negotiation:
                     self._joined[rank] = None
                     continue
                 if known := self._pending.known.get(name):
-                    self._forget(name, changed=known.metas[rank] != meta)
+                    self._plans.clear()
+                    self._pending.forget(name, changed=known.metas[rank] != meta)
                 self._table.setdefault(name, {})[rank] = meta
                 self._since[name] = min(self._since.get(name, now), now - age)
-
-    def _forget(self, name: str, *, changed: bool = False) -> None:
-        """Its number is free."""
-        self._plans.clear()
-        self._pending.forget(name, changed=changed)
 
     def _run_named(self) -> bool:
         """Run what every rank has submitted or has joined."""
@@ -388,8 +342,6 @@ class Negotiation:
         for one in plan.agreed:
             everywhere = len(one.metas) == self.comm.world_size
             if everywhere and self._pending.takes_number(one.name):
-                if len(self._pending.known) >= CAPACITY:
-                    self._forget(next(iter(self._pending.known)))
                 self._pending.number(one.name, one.metas)
         self._run(plan)
         return self._end_join() or bool(ready)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.comm.replicate import check_same_description, described
+from lightning_ring.comm.replicate import check_same_description, described, params_of
 from lightning_ring.gradients.backward import check_outside_backward, closure_of
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
@@ -110,7 +110,7 @@ def _format_of(compression: Any) -> str | Compressor | None:
 def _named(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None
 ) -> list[tuple[str, Parameter]]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     if named_parameters is None:
         return [(f"parameter.{index}", param) for index, param in enumerate(params)]
     named = list(named_parameters)
@@ -269,7 +269,7 @@ class _Gradients:
                 pass
         optimizer = self._how.optimizer()
         if self._how.op == Sum and not self._completed and optimizer is not None:
-            own = [param for group in optimizer.param_groups for param in group["params"]]
+            own = params_of(optimizer)
             grads = [param.grad for param in own if param.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, float(self._world_size))

@@ -109,7 +109,8 @@ class Pending:
 
     def takes_number(self, name: str) -> bool:
         """Whether a name is expected again, with tensors of the same size."""
-        return UNNAMED not in name and name not in self._changing
+        is_steady = UNNAMED not in name and name not in self._changing
+        return is_steady and len(self.known) < CAPACITY
 
     def number(self, name: str, metas: Metas) -> None:
         """From the next mask on ``name`` is told by number."""
@@ -124,8 +125,6 @@ class Pending:
         with self._lock:
             self._free.append(self.known.pop(name).number)
             if changed:
-                if len(self._changing) >= CAPACITY:
-                    self._changing.clear()
                 self._changing.add(name)
             if name in self.requests:
                 self._tell_by_name([self.requests[name]])

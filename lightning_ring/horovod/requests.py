@@ -5,7 +5,7 @@ together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,15 +74,6 @@ class Submission:
 Metas = Mapping[int, Meta]
 """What each rank of a process set has submitted under one name."""
 
-_EQUAL = {
-    "kind": "operations",
-    "device": "devices",
-    "op": "reduce operations",
-    "prescale": "prescale factors",
-    "postscale": "postscale factors",
-    "root": "root ranks",
-}
-
 
 def problem_of(
     name: str, metas: Metas, joined: Sequence[int], members: Sequence[int]
@@ -92,33 +83,36 @@ def problem_of(
     ``members`` are the ranks of the process set by their numbers in the job, which the text shows.
     """
 
-    def differ(what: str, values: Sequence[Any]) -> str | None:
-        if len(set(values)) == 1:
-            return None
-        told = [f"rank {members[rank]} {one}" for rank, one in zip(ranks, values, strict=True)]
-        return f"{name}: the ranks submitted it with different {what}: {', '.join(told)}."
-
     ranks = sorted(metas)
-    everyones = [metas[rank] for rank in ranks]
-    first = everyones[0]
-    for attribute, what in _EQUAL.items():
-        if problem := differ(what, [getattr(meta, attribute) for meta in everyones]):
-            return problem
-    if problem := differ("numbers of tensors", [len(meta.shapes) for meta in everyones]):
-        return problem
-    # rows of the first dimension may differ where each rank's are kept apart
-    whole = first.kind in ("allreduce", "broadcast", "reducescatter")
-    shapes_differ = "shapes" if whole else "shapes beyond the first dimension"
-    for index in range(len(first.shapes)):
-        dtypes = [str(meta.dtypes[index]).removeprefix("torch.") for meta in everyones]
-        shapes = [tuple(meta.shapes[index]) for meta in everyones]
-        compared = shapes if whole else [(len(shape), *shape[1:]) for shape in shapes]
-        problem = differ("data types", dtypes)
-        if problem is None and len(set(compared)) > 1:
-            problem = differ(shapes_differ, shapes)
-        if problem is not None:
-            return problem
-    if joined and first.kind not in ("allreduce", "barrier", GRADIENTS):
+    for column in zip(*(_facts(metas[rank]) for rank in ranks), strict=False):
+        if len({compared for _, _, compared in column}) > 1:
+            what = column[0][0]
+            told = [
+                f"rank {members[rank]} {one[1]}" for rank, one in zip(ranks, column, strict=True)
+            ]
+            return f"{name}: the ranks submitted it with different {what}: {', '.join(told)}."
+    kind = metas[ranks[0]].kind
+    if joined and kind not in ("allreduce", "barrier", GRADIENTS):
         absent = ", ".join(str(members[rank]) for rank in joined)
-        return f"{name}: {first.kind} needs every rank, and rank(s) {absent} have called join()."
+        return f"{name}: {kind} needs every rank, and rank(s) {absent} have called join()."
     return None
+
+
+def _facts(meta: Meta) -> Iterator[tuple[str, Any, Any]]:
+    """What the ranks' requests must agree in: its name, how it is shown, and what is compared."""
+    for what, value in (
+        ("operations", meta.kind),
+        ("devices", meta.device),
+        ("reduce operations", meta.op),
+        ("prescale factors", meta.prescale),
+        ("postscale factors", meta.postscale),
+        ("root ranks", meta.root),
+        ("numbers of tensors", len(meta.shapes)),
+    ):
+        yield what, value, value
+    for shape, dtype in zip(map(tuple, meta.shapes), meta.dtypes, strict=True):
+        yield "data types", str(dtype).removeprefix("torch."), dtype
+        if meta.kind in ("allreduce", "broadcast", "reducescatter"):
+            yield "shapes", shape, shape
+        else:  # each rank's rows are kept apart, and may be more or fewer
+            yield "shapes beyond the first dimension", shape, (len(shape), *shape[1:])

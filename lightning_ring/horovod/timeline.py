@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import os
 import time
 import uuid
 from pathlib import Path
 
 from lightning_ring.timeline.clocks import ClockReading
 from lightning_ring.timeline.session import Session
-from lightning_ring.timeline.settings import GENERATOR, timeline_settings
+from lightning_ring.timeline.settings import GENERATOR
 
 
 class Timeline:
@@ -23,8 +22,7 @@ class Timeline:
         began, zero = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
         run = {"generator": GENERATOR, "run": uuid.uuid4().hex[:12], "began": began.isoformat()}
         clock = ClockReading(0.0, 0.0, zero, shared=True)
-        max_bytes = int(timeline_settings(None, os.environ).max_mb * 2**20)
-        self._session = Session(path, run | {"world_size": 1}, 0, zero, clock, max_bytes, None)
+        self._session = Session(path, run | {"world_size": 1}, 0, zero, clock, None)
         epoch = {"start_time_since_epoch_in_micros": int(began.timestamp() * 1e6)}
         self._session.recorder.slice("cycles", "START", zero, zero, epoch)
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,17 +18,18 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.strategies.strategy import (
+    _BackwardSyncControl,
+    _validate_keys_for_strict_loading,
+)
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
@@ -38,10 +39,15 @@ from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
-from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
-from lightning_ring.timeline.settings import timeline_settings
-
-T = TypeVar("T")
+from lightning_ring.options import (
+    Backend,
+    BucketCap,
+    RingOptions,
+    StartMethod,
+    Topology,
+    check_choice,
+)
+from lightning_ring.timeline.settings import timeline_path
 
 
 class _FabricOptions(RingOptions):
@@ -101,11 +107,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         precision: Precision | None = None,
     ) -> None:
         given = locals()
-        if not isinstance(broadcast_buffers, bool):
-            raise ConfigurationError(
-                f"RingFabricStrategy got broadcast_buffers={broadcast_buffers!r}, expected True or "
-                "False."
-            )
+        check_choice("RingFabricStrategy", "broadcast_buffers", broadcast_buffers, (True, False))
         taken = {field.name for field in fields(RingOptions)} & given.keys() - {"broadcast_buffers"}
         self.options = _FabricOptions(**{name: given[name] for name in taken})
         super().__init__(
@@ -130,25 +132,18 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     # -- ranks and devices
 
-    @property
-    def communicator(self) -> Communicator | None:
-        """What all ranks exchange tensors through, in one order of calls; `None` in a single
-        process.
-        """
-        return self._job.communicator if self._job is not None else None
-
     def _set_world_ranks(self) -> None:
         if not self.ring_environment.creates_processes_externally:
             super()._set_world_ranks()  # ranks that Fabric spawns or forks
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
         reset_seed()
         comm = self._connect()
-        settings = timeline_settings(self.options.timeline, os.environ)
+        path = timeline_path(self.options.timeline, os.environ)
         about = {"strategy": type(self).__name__}
-        self.timeline = open_timeline(settings, comm, self.root_device, self.listeners, about)
+        self.timeline = open_timeline(path, comm, self.root_device, self.listeners, about)
 
     def teardown(self) -> None:
         for replicas in self._all_replicas():
@@ -159,9 +154,8 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         super().teardown()
 
     def _progress(self) -> str:
-        return ", ".join(
-            filter(None, (replicas.algorithm.progress() for replicas in self._all_replicas()))
-        )
+        found = [replicas.algorithm.progress() for replicas in self._all_replicas()]
+        return ", ".join(filter(None, found))
 
     def _all_replicas(self) -> list[Replicas]:
         return [_replicas(module) for module in self._modules.values()]
@@ -219,14 +213,17 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return optimizer
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        for replicas in self._stepped_by(optimizer):
-            # before a loss scaler looks at gradients
-            replicas.algorithm.backwards.finish_backward()
+        self._stepped_by(optimizer)  # before a loss scaler looks at gradients
         return super().optimizer_step(optimizer, **kwargs)
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Replicas]:
-        """The replicas with parameters of ``optimizer``; under a sharded algorithm at most one."""
-        return [replicas for replicas in self._all_replicas() if replicas.steps(optimizer)]
+        """The replicas with parameters of ``optimizer``, whose backwards are complete now; under a
+        sharded algorithm at most one.
+        """
+        stepped = [replicas for replicas in self._all_replicas() if replicas.steps(optimizer)]
+        for replicas in stepped:
+            replicas.algorithm.backwards.finish()
+        return stepped
 
     def _algorithm_of(self, optimizer: Any) -> Algorithm:
         found = self._stepped_by(optimizer)
@@ -247,8 +244,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         stepped = self._stepped_by(optimizer)
-        for replicas in stepped:
-            replicas.algorithm.backwards.finish_backward()
         if not any(replicas.algorithm.sharded for replicas in stepped):
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
@@ -270,20 +265,11 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
         for replicas in self._stepped_by(optimizer):
-            replicas.algorithm.backwards.finish_backward()
             if why := replicas.algorithm.refuses_clipping:
                 raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
 
     # -- collectives that Fabric and the user call
-
-    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
-        if (comm := self.communicator) is not None:
-            comm.barrier(name=name or "")
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        comm = self.communicator
-        return obj if comm is None else comm.broadcast_object(obj, src=src, name="fabric.broadcast")
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if (comm := self.communicator) is not None:
@@ -300,19 +286,13 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     # -- checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        if isinstance(module, RingModule):
-            _replicas(module).wait_parameters()
-            module = module.module
-        return super().get_module_state_dict(module)
+        return super().get_module_state_dict(_complete(module))
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        if isinstance(module, RingModule):
-            # values that arrive later would overwrite the loaded ones
-            _replicas(module).wait_parameters()
-            module = module.module
-        super().load_module_state_dict(module, state_dict, strict)
+        # values that arrive later would overwrite the loaded ones
+        super().load_module_state_dict(_complete(module), state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The ordinary, full state dict; under a sharded algorithm on rank 0, and empty
@@ -341,18 +321,20 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if isinstance(state, Optimizer):
-            LoadedState(state, self._algorithm_of(state)).load_state_dict(
-                self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            )
+            saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            load_optimizer_state_dict(self._algorithm_of(state), state, saved)
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
         optimizers = {name: one for name, one in state.items() if isinstance(one, Optimizer)}
-        loaded = state | {
-            name: LoadedState(one, self._algorithm_of(one)) for name, one in optimizers.items()
-        }
-        remainder = super().load_checkpoint(path, loaded, strict, weights_only)
-        state.update(loaded | optimizers)
+        others = {name: one for name, one in state.items() if name not in optimizers}
+        remainder = super().load_checkpoint(path, others, strict, weights_only)
+        _validate_keys_for_strict_loading(optimizers.keys(), remainder.keys(), strict=strict)
+        state.update(others)
+        for name, optimizer in optimizers.items():
+            if name in remainder:
+                algorithm = self._algorithm_of(optimizer)
+                load_optimizer_state_dict(algorithm, optimizer, remainder.pop(name))
         kept = remainder.pop(ALGORITHM_KEY, {})
         for name, module in _ring_modules(state) if self.communicator is not None else ():
             if problem := _replicas(module).algorithm.load_state_dict(kept.get(name, {})):
@@ -362,6 +344,14 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
 def _ring_modules(state: dict[str, Any]) -> Iterator[tuple[str, RingModule]]:
     return ((name, one) for name, one in state.items() if isinstance(one, RingModule))
+
+
+def _complete(module: nn.Module) -> nn.Module:
+    """The user's module, when all of its parameters have arrived."""
+    if not isinstance(module, RingModule):
+        return module
+    _replicas(module).wait_parameters()
+    return module.module
 
 
 def _replicas(module: RingModule) -> Replicas:
@@ -409,19 +399,3 @@ class BackwardSyncControl(_BackwardSyncControl):
 
 # states of the algorithms (residuals), by the name of the module
 ALGORITHM_KEY = "lightning_ring_algorithm"
-
-
-class LoadedState:
-    """Stands for ``optimizer`` while Fabric loads a checkpoint: ``algorithm`` cuts the state
-    into shards.
-    """
-
-    def __init__(self, optimizer: Optimizer, algorithm: Algorithm) -> None:
-        self._optimizer = optimizer
-        self._algorithm = algorithm
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_optimizer_state_dict(self._algorithm, self._optimizer, state)

@@ -38,7 +38,6 @@ class Child:
     name: str
     command: Sequence[str]
     environ: Mapping[str, str]
-    pass_fds: Sequence[int] = ()
     dies_with_parent: int = signal.SIGKILL  # the signal that it gets if this process is killed
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     program: int | None = field(default=None, init=False)
@@ -59,12 +58,9 @@ class Child:
                 env={**self.environ, **variables},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL if no_input else None,
-                pass_fds=self.pass_fds,
                 start_new_session=True,
                 preexec_fn=_bind_to_parent(self.dies_with_parent),
             )
-        for fd in self.pass_fds:  # the child's alone from here on: closed when it dies
-            os.close(fd)
 
     @property
     def pid(self) -> int:

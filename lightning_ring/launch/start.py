@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_ring.elastic.membership import counted_ranks
 from lightning_ring.job.rendezvous.door import SECRET
-from lightning_ring.job.rendezvous.greeting import listen
+from lightning_ring.job.rendezvous.greeting import LOOPBACK, reserve_port
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import Mpirun, mpirun_line, rank_environment
@@ -45,20 +45,16 @@ def mpirun_job(
 def plain_job(ranks: int, command: Sequence[str], environ: Mapping[str, str]) -> Supervisor:
     """A job of ``ranks`` plain processes on this host, not yet started.
 
-    Rank 0 inherits the socket at which the others find it, already listening: no other program can
-    take its port.
+    The port at which rank 0 will listen is reserved as long as the job runs.
     """
-    listener = listen("127.0.0.1")
+    reserved = reserve_port()
     common = rank_environment(ranks, [], environ, STOP_SIGNAL) | {
         "RING_WORLD_SIZE": str(ranks),
-        "RING_STORE": f"127.0.0.1:{listener.getsockname()[1]}",
+        "RING_STORE": f"{LOOPBACK}:{reserved.getsockname()[1]}",
         SECRET: secrets.token_hex(16),
     }
     children = [
         Child(f"rank {rank}", command, common | {"RING_RANK": str(rank)}) for rank in range(ranks)
     ]
-    fd = listener.detach()
-    children[0].environ = common | {"RING_RANK": "0", "RING_STORE_FD": str(fd)}
-    children[0].pass_fds = (fd,)
     print(f"lightning_ring: {ranks_of(ranks, command)}", file=sys.stderr, flush=True)
-    return Supervisor(children, grace=stop_grace(environ))
+    return Supervisor(children, grace=stop_grace(environ), holds=reserved)

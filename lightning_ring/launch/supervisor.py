@@ -65,7 +65,7 @@ class Supervisor:
 
     ``excuses(child, code)`` tells whether the job goes on although a child ended with ``code`` (-n
     for signal n), which is not 0. ``wait`` is called between two looks at the children, and may
-    `start` more of them: `run` ends when no child runs.
+    `start` more of them: `run` ends when no child runs. What it ``holds`` stays open meanwhile.
     """
 
     def __init__(
@@ -76,12 +76,14 @@ class Supervisor:
         stop_signal: int = STOP_SIGNAL,
         excuses: Callable[[Any, int], bool] = lambda child, code: False,
         wait: Callable[[], None] = _look_again_soon,
+        holds: object = None,
     ) -> None:
         self._children = list(children)
         self._grace = grace
         self._stop_signal = stop_signal
         self._excuses = excuses
         self._wait = wait
+        self._holds = holds
         self._cwd: str | None = None
         self.cause = ""  # of the failure, as a child wrote it
         self._cause_name = ""

@@ -25,8 +25,8 @@ from lightning_ring.job.ranks import RankInfo
 from lightning_ring.loops.ranks import connect_ranks, device_of, find_ranks
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
 from lightning_ring.loops.training import Training, open_trainings
-from lightning_ring.options import Backend, BucketCap, RingOptions, Topology
-from lightning_ring.timeline.settings import timeline_settings
+from lightning_ring.options import Backend, BucketCap, RingOptions, Topology, check_choice
+from lightning_ring.timeline.settings import timeline_path
 
 log = logging.getLogger("lightning_ring")
 
@@ -124,7 +124,7 @@ def distribute(
         timeline=recorded,
     )
     if job.stalls is not None and not open_trainings:
-        job.stalls.tell_progress(training._progress)
+        job.stalls.tell_progress(training.algorithm.progress)
     open_trainings.append(training)
     if info.rank == 0 and comm is not None:
         log.info(
@@ -148,10 +148,7 @@ def _check(module: nn.Module, optimizers: Iterable[Any], broadcast_buffers: Any)
                 f"distribute got a {type(optimizer).__name__} among its optimizers, expected "
                 "torch.optim.Optimizer."
             )
-    if not isinstance(broadcast_buffers, bool):
-        raise ConfigurationError(
-            f"distribute got broadcast_buffers={broadcast_buffers!r}, expected True or False."
-        )
+    check_choice("distribute", "broadcast_buffers", broadcast_buffers, (True, False))
     taken = {id(param) for other in open_trainings for param in other.module.parameters()}
     for name, param in module.named_parameters():
         if id(param) in taken:
@@ -174,9 +171,9 @@ def _timeline(
             )
         return open_trainings[0].listeners, open_trainings[0].timeline
     listeners: list[Listener] = []
-    settings = timeline_settings(options.timeline, os.environ)
+    path = timeline_path(options.timeline, os.environ)
     about = {"strategy": f"distribute({type(options.algorithm).__name__})"}
-    return listeners, open_timeline(settings, comm, device, listeners, about)
+    return listeners, open_timeline(path, comm, device, listeners, about)
 
 
 def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.hooks import StepHooks, UncopiedHook
+from lightning_ring.algorithms.hooks import StepHooks, UncopiedHook, steps_module
 from lightning_ring.algorithms.optional import (
     ShardsState,
     load_optimizer_state_dict,
@@ -143,7 +143,7 @@ class Replicas:
         As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the
         same parameters.
         """
-        self.algorithm.backwards.finish_backward()
+        self.algorithm.backwards.finish()
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
@@ -220,9 +220,7 @@ class Replicas:
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps parameters of the module."""
-        own = {id(param) for param in self.module.parameters()}
-        stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
-        return not own.isdisjoint(stepped)
+        return steps_module(optimizer, self.module)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if self.timeline is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,24 +16,22 @@ from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.timeline.clocks import DeviceClock
 from lightning_ring.timeline.recorder import FORWARD, OPTIMIZER, STEPS
 from lightning_ring.timeline.session import Session, start_session
-from lightning_ring.timeline.settings import TimelineSettings
 
 
 def open_timeline(
-    settings: TimelineSettings,
+    path: Path | None,
     comm: Communicator | None,
     device: torch.device,
     listeners: list[Listener],
     about: dict[str, Any],
 ) -> LoopTimeline | None:
-    """A timeline, if rank 0's ``settings`` name a path. Collective."""
+    """A timeline, if rank 0's ``path`` names one. Collective."""
     if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts
-        settings = comm.broadcast_object(settings, name="timeline settings")
-    if settings.path is None:
+        path = comm.broadcast_object(path, name="timeline path")
+    if path is None:
         return None
     clock = DeviceClock(device) if is_gpu(device) else None
-    max_bytes = int(settings.max_mb * 2**20)
-    session = start_session(settings.path, comm, max_bytes=max_bytes, about=about, seconds_of=clock)
+    session = start_session(path, comm, about=about, seconds_of=clock)
     return LoopTimeline(session, device, listeners)
 
 

@@ -133,25 +133,18 @@ class Training(Replicas):
         """End the training: parameters are complete, hooks are gone, the timeline is written.
         Twice is fine.
         """
-        if self._closed:
-            return
-        self._closed = True
-        open_trainings.remove(self)
-        self.remove()
-        if self.timeline is not None and not open_trainings:
-            self.timeline.finish()
+        self._end(wait=True)
 
-    def _abandon(self) -> None:
+    def _end(self, *, wait: bool) -> None:
         if self._closed:
             return
         self._closed = True
         open_trainings.remove(self)
-        self.remove(wait=False)
-        if self.timeline is not None:
+        self.remove(wait=wait)
+        if self.timeline is not None and not wait:
             self.timeline.abandon()
-
-    def _progress(self) -> str:
-        return self.algorithm.progress()
+        elif self.timeline is not None and not open_trainings:
+            self.timeline.finish()
 
     def __enter__(self) -> Training:
         return self
@@ -164,7 +157,7 @@ class Training(Replicas):
             return
         if self._job.watch is not None and isinstance(error, Exception):
             self._job.watch.report(error)  # the other ranks must not wait while this one cleans up
-        self._abandon()
+        self._end(wait=False)
 
 
 open_trainings: list[Training] = []  # in this process; they share one job and one communicator

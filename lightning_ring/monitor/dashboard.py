@@ -1,17 +1,14 @@
-"""TensorBoard's pages: one layout of custom scalars, hyper-parameters, histograms, the buckets of
-a step, and texts about environment and end, which `lightning-ring report` shows.
+"""TensorBoard's pages: one layout of custom scalars, hyper-parameters, histograms, and texts about
+environment and end, which `lightning-ring report` shows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import platform
 import re
 import socket
-import time
 from collections import defaultdict
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,23 +19,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader
 
-from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.host.cores import bound_cores
 from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_times import (
-    PHASES,
-    RecordedStep,
-    StepRecord,
-    collective_times,
-)
-from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, Bar, draw
 from lightning_ring.tools.doctor.packages import version
 from lightning_ring.tools.masking import masked
-
-# drawing an image takes 0.2 to 0.3
-_SECONDS_BETWEEN_IMAGES = 60
-_MOST_COLLECTIVES = 48
 
 
 class Dashboard:
@@ -50,7 +35,6 @@ class Dashboard:
 
     def __init__(self, trainer: Trainer, *, begins: bool = True) -> None:
         self._loggers = [one for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
-        self._drawn = time.monotonic()
         if begins:
             _log_hyperparameters(trainer)
         charts = layout(trainer)
@@ -63,21 +47,6 @@ class Dashboard:
     def add_histograms(self, report: RingReport) -> None:
         for logger in self._loggers if report.trust_ratios.numel() else ():
             logger.experiment.add_histogram("ring/trust_ratio", report.trust_ratios, report.step)
-
-    def draw(self, step: RecordedStep, number: int, seldom: bool) -> None:
-        """An image of the buckets of ``step``, the last logged one; ``seldom``: once a minute at
-        most.
-        """
-        since = time.monotonic() - self._drawn
-        if not self._loggers or (seldom and since < _SECONDS_BETWEEN_IMAGES):
-            return
-        if importlib.util.find_spec("matplotlib") is None:
-            return
-        self._drawn = time.monotonic()
-        title = f"step {number} on rank 0: {1e3 * step.record.total:.1f} ms"
-        for logger in self._loggers:
-            figure = draw(bars(step.record, step.collectives), title=title)
-            logger.experiment.add_figure("ring/buckets of a step", figure, number)
 
     def record_start(self, trainer: Trainer) -> None:
         """A table of versions, hosts and devices, and the number of ranks as a scalar."""
@@ -245,31 +214,3 @@ def _device(device: torch.device) -> str:
     model = re.search(r"^model name.*: (.*)", info.read_text(), re.M) if info.is_file() else None
     name = model[1] if model else platform.processor() or platform.machine()
     return f"{name}, {len(bound_cores())} cores, {torch.get_num_threads()} threads"
-
-
-# -- the image
-
-
-def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Bar]:
-    """What was computed in a finished step, and of each bucket when it was ready, on the wire, and
-    waited for; by the host's clock, or on CUDA by the device's.
-    """
-    pieces = record.pieces(on_device=True)
-    zero = min((begin for _, begin, _ in pieces), default=record.began)
-    # what the host timed itself, fetching and copying, is on another clock
-    pieces = pieces or record.pieces(on_device=False)
-    pieces.sort(key=lambda piece: (PHASES.index(piece[0]), piece[1]))
-    found = [Bar(phase, phase, begin - zero, end - zero) for phase, begin, end in pieces]
-    collectives = collectives[:_MOST_COLLECTIVES]
-    if not any(one.events for one in collectives):
-        zero = record.began
-    times = collective_times(collectives, record.origin)
-    for one, when in zip(collectives, times, strict=True):
-        waited, until = when.losses[-1]
-        for kind, begin, end in (
-            (READY, when.called, when.began),
-            (ON_THE_WIRE, when.began, when.ended),
-            (WAITED_FOR, waited, until),
-        ):
-            found.append(Bar(one.name or one.kind, kind, begin - zero, end - zero))
-    return found

@@ -4,11 +4,9 @@ bottleneck.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, repeat
 from pathlib import Path
@@ -23,11 +21,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import Metric
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.host.random_state import collect_random_state, restore_random_state
 from lightning_ring.monitor.ring_monitor import MonitorFailures, first_dimension
 
 ON_DEVICE, ON_HOST, REPLAYED, REAL = SOURCES = (
@@ -195,75 +191,22 @@ def _seconds_ready() -> float:
     return (int(ran) + int(waited)) / 1e9
 
 
-@contextmanager
-def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Inside, ``module`` may be trained; on leaving, training goes on as if nothing had happened.
-
-    Put back are parameters, buffers, gradients, optimizers, the loss scaler, learning-rate
-    schedulers, the loop's counters, everything that was logged, torchmetrics objects, loaders'
-    positions, and all random states. Costs a copy of parameters and optimizer state.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    module_state = copy.deepcopy(module.state_dict())
-    # with those that a state_dict leaves out
-    buffers = [
-        (part._buffers, name, buffer, buffer.detach().clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    gradients = [(param, param.grad) for param in module.parameters()]
-    loaders = trainer.fit_loop._combined_loader
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    found: list[Any] = [*trainer.optimizers, trainer.precision_plugin, *schedulers, loop]
-    found += loaders.flattened if loaders is not None else ()
-    parts = [part for part in found if hasattr(part, "state_dict")]
-    states = [copy.deepcopy(part.state_dict()) for part in parts]
-    metrics = [one for one in module.modules() if isinstance(one, Metric)]
-    kept = [copy.deepcopy(metric) for metric in metrics]
-    random_state = collect_random_state()
-    for param, _ in gradients:
-        param.grad = None
-    try:
-        yield
-    finally:
-        # a step may have put another tensor in a buffer's place
-        for place, name, buffer, _ in buffers:
-            place[name] = buffer
-        # a module may save a part of itself only
-        module.load_state_dict(module_state, strict=False)
-        with torch.no_grad():
-            for _, _, buffer, values in buffers:
-                buffer.copy_(values)
-        for param, gradient in gradients:
-            param.grad = gradient
-        for part, state in zip(parts, states, strict=True):
-            part.load_state_dict(state)
-        loop._results.reset()
-        for metric, before in zip(metrics, kept, strict=True):
-            metric.__dict__.update(before.__dict__)
-        restore_random_state(random_state)
-
-
 class GapMeter(Callback):
-    """Before training starts, runs its own step on four sources of batches in turn, and reports
-    their speeds.
+    """Instead of training, runs the Trainer's own step on four sources of batches in turn, reports
+    their speeds, and ends the fit.
 
     The sources: random images that lie on the device already; the same on the host; real batches
     replayed from memory; and real data from the training loader, warm. They take turns, ``rounds``
     times, in blocks of ``steps`` steps of which the first half warms up (a loader fills its queue
     while the others run) and is not timed. Batches have one shape in all. The optimizer steps as in
     training, with ``accumulate_grad_batches`` after so many batches: a step is then the mean of
-    those, and a block goes on until two of them are whole. Afterwards model, optimizer, counters,
-    loaders and random states are as before, so that training gives the numbers it gives without the
-    meter.
+    those, and a block goes on until two of them are whole. The model has learned noise afterwards.
 
     The result is printed by rank 0 and kept in ``report``.
 
     Args:
         steps: Batches of a block, at least 4.
         rounds: Blocks of each source, at least 1.
-        only: End after the measurement instead of training.
         batch_size: From a batch to its number of images; default `first_dimension`.
 
     Raises:
@@ -275,7 +218,6 @@ class GapMeter(Callback):
         self,
         steps: int = 20,
         rounds: int = 3,
-        only: bool = False,
         batch_size: Callable[[Any], int] = first_dimension,
     ) -> None:
         if steps < 4 or rounds < 1:
@@ -284,7 +226,6 @@ class GapMeter(Callback):
             )
         self.steps = steps
         self.rounds = rounds
-        self.only = only
         self.batch_size = batch_size
         self.report: GapReport | None = None
 
@@ -297,18 +238,20 @@ class GapMeter(Callback):
                 f"{type(pl_module).__name__}.configure_optimizers gave no optimizer to step. "
                 "Return one, or leave GapMeter out."
             )
-        with borrowed(trainer, pl_module), _loaders_of_its_own(trainer) as loader:
-            mine = _Measurement(trainer, pl_module, self.steps, loader).run(
-                self.rounds, self.batch_size
-            )
+        # an iteration of its own: Lightning has begun that of the first epoch
+        theirs: Any = trainer.fit_loop._combined_loader
+        loader = CombinedLoader(theirs.iterables, theirs._mode)
+        mine = _Measurement(trainer, pl_module, self.steps, loader).run(
+            self.rounds, self.batch_size
+        )
+        loader.reset()
         everyone: list[Any] = [mine] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(everyone, mine)
         self.report = judge(everyone)
         # the launcher's rank 0: a strategy may know of one process
         rank_zero_only(print)(self.report.table(), flush=True)
-        if self.only:
-            trainer.should_stop = True
+        trainer.fit_loop.max_epochs = 0
 
 
 class _Measurement:
@@ -386,29 +329,6 @@ class _Measurement:
     def _wait_for_device(self) -> None:
         if is_gpu(self.module.device):
             gpu_module(self.module.device).synchronize(self.module.device)
-
-
-@contextmanager
-def _loaders_of_its_own(trainer: Trainer) -> Iterator[CombinedLoader]:
-    """The training loaders under iterators of their own: those that the first epoch will use
-    exist already.
-    """
-    theirs = trainer.fit_loop._combined_loader
-    assert theirs is not None
-    persistent = [
-        (loader, loader._iterator)
-        for loader in theirs.flattened
-        if getattr(loader, "persistent_workers", False)
-    ]
-    for loader, _ in persistent:
-        loader._iterator = None
-    mine = CombinedLoader(theirs.iterables, theirs._mode)
-    try:
-        yield mine
-    finally:
-        mine.reset()
-        for loader, iterator in persistent:
-            loader._iterator = iterator
 
 
 def _noise(leaf: Any) -> Any:

@@ -32,7 +32,6 @@ from lightning_ring.monitor.ring_report import (
     trust_ratios,
 )
 from lightning_ring.monitor.step_times import StepTimer, StepTimes, StepWindow
-from lightning_ring.monitor.terminal import narrow
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -140,7 +139,6 @@ class RingMonitor(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if self.fit is not None:
             self._receive(trainer, self.fit, wait=True)
-            self.fit.draw(self.report)
             self.fit.tell(Dashboard.record_end, trainer)
 
     def on_exception(
@@ -178,10 +176,6 @@ class RingMonitor(Callback):
         if self.fit is not None:
             # what happened since the last step is no part of training
             self.fit.timer.restart()
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        if self.fit is not None:
-            self.fit.draw(self.report, seldom=True)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -314,17 +308,12 @@ class _Fit(MonitorFailures):
 
     def open_pages(self, trainer: Trainer, begins: bool = True) -> None:
         """On rank 0."""
-        narrow(trainer)
         self.dashboard = self.run(_PAGES, None, Dashboard, trainer, begins=begins)
 
     def tell(self, what: Callable[..., None], *arguments: Any) -> None:
         """Call a method of the dashboard, on rank 0."""
         if self.dashboard is not None:
             self.run(_PAGES, None, what, self.dashboard, *arguments)
-
-    def draw(self, report: RingReport | None, seldom: bool = False) -> None:
-        if self.window.latest is not None and report is not None:
-            self.tell(Dashboard.draw, self.window.latest, report.step, seldom)
 
     def take(self, world_size: int) -> StepTimes:
         """Raises `RuntimeError`: steps could not be timed."""

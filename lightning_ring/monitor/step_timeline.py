@@ -4,7 +4,6 @@ trace.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +27,7 @@ from lightning_ring.timeline.recorder import (
     STEPS,
 )
 from lightning_ring.timeline.session import Session, join_session, start_session
-from lightning_ring.timeline.settings import TimelineSettings
 
-log = logging.getLogger(__name__)
-
-# batches between two looks at the switch
-_LOOK_EVERY = 20
 _SLICES = {
     "data": (DATA, "data wait"),
     "copy": (DATA, "copy to device"),
@@ -49,7 +43,7 @@ def _call(run: Callable[[], Any]) -> Any:
 
 
 class StepTimeline:
-    """Records a fit in a trace, from its start, while a switch is on, or from `start` to `stop`.
+    """Records a fit in a trace, from its start, or from `start` to `stop`.
 
     Each recording makes a trace of its own: ``trace.json``, ``trace-2.json`` and so on.
 
@@ -60,16 +54,13 @@ class StepTimeline:
         call_together: Calls collectives that all ranks call, again where a rank dies in them.
     """
 
-    def __init__(self, settings: TimelineSettings, listeners: list[Listener]) -> None:
-        self.settings = settings
+    def __init__(self, path: Path | None, listeners: list[Listener]) -> None:
+        self.path = path
         self._listeners = listeners
         self._trainer: Trainer | None = None
         self._comm: Communicator | None = None
         self._session: Session | None = None
         self._timer: StepTimer | None = None
-        self._batches = 0
-        # by `start`, since the switch is on
-        self._refused = False
         self.number: int | None = None
         self.waits = self.lets_in = False
         self._others_record = False
@@ -93,7 +84,7 @@ class StepTimeline:
         """
         if self.recording:
             return
-        chosen = path if path is not None else self.settings.path
+        chosen = path if path is not None else self.path
         if chosen is None:
             raise ConfigurationError(
                 "The timeline was started without a path. Give it one, "
@@ -114,7 +105,6 @@ class StepTimeline:
         session = start_session(
             Path(chosen),
             self._comm,
-            max_bytes=int(self.settings.max_mb * 2**20),
             about=about,
             seconds_of=_device_clock(trainer),
             number=self.number,
@@ -133,7 +123,7 @@ class StepTimeline:
         is recorded: nothing.
         """
         trainer, session = self._trainer, self._detach()
-        ranks_change = self.number is not None and self.settings.path is not None
+        ranks_change = self.number is not None and self.path is not None
         if trainer is None or not (session or ranks_change):
             return
         if is_gpu(device := trainer.strategy.root_device):
@@ -162,10 +152,10 @@ class StepTimeline:
 
     def prepare(self, trainer: Trainer, comm: Communicator | None) -> None:
         """A fit is set up; what cannot be written is an error now. Collective."""
-        self._trainer, self._comm, self._batches = trainer, comm, 0
+        self._trainer, self._comm = trainer, comm
         # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
         if comm is not None:
-            self.settings = comm.broadcast_object(self.settings, name="timeline: settings")
+            self.path = comm.broadcast_object(self.path, name="timeline: path")
         self._others_record = False
         if self.lets_in and comm is not None:
             self._others_record = self._let_in(trainer, comm)
@@ -173,8 +163,8 @@ class StepTimeline:
         self._start_if_asked()
 
     def _start_if_asked(self) -> None:
-        asked = self.settings.path is not None and self.settings.switch is None
-        if asked and not (self.waits or self._others_record) and self._trainer is not None:
+        waits = self.waits or self._others_record
+        if self.path is not None and not waits and self._trainer is not None:
             self.start()
 
     def begin_training(self) -> None:
@@ -184,8 +174,6 @@ class StepTimeline:
             self._timer.restart()
 
     def begin_batch(self) -> None:
-        if self.settings.switch is not None and self._trainer is not None:
-            self._look_at_switch(self.settings.switch)
         if self._session is not None and self._trainer is not None:
             self._session.recorder.begin_step(_batch_number(self._trainer), time.perf_counter())
 
@@ -221,27 +209,6 @@ class StepTimeline:
         self._trainer = self._comm = None
         if session is not None:
             session.close()
-
-    def _look_at_switch(self, switch: Path) -> None:
-        self._batches += 1
-        if self._batches % _LOOK_EVERY != 1:
-            return
-        on = switch.exists()
-        if self._comm is not None:
-            on = self._comm.broadcast_object(on, name="timeline: on")
-        if not on:
-            self._refused = False
-            self.stop()
-        elif not self._refused:
-            try:
-                self.start()
-            # the same on every rank; training does not end for its trace
-            except ConfigurationError as error:
-                self._refused = True
-                if self._trainer is not None and self._trainer.is_global_zero:
-                    log.warning(
-                        "lightning_ring: switched on, but not recorded. %s Training goes on.", error
-                    )
 
     def _detach(self) -> Session | None:
         session, self._session = self._session, None

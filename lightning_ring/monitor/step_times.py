@@ -123,32 +123,6 @@ class StepRecord:
     def finished(self) -> bool:
         return all(is_reached(end) for _, _, end in self.marks)
 
-    @property
-    def origin(self) -> Mark:
-        """The event from which the device's seconds count; `None` without events."""
-        events = (begin for _, begin, _ in self.marks if not isinstance(begin, float))
-        return next(events, None)
-
-    def pieces(self, *, on_device: bool) -> list[tuple[str, float, float]]:
-        """The phases in seconds, each without those that ran inside it, by the host's clock, or by
-        the device's since `origin`.
-        """
-        origin = self.origin if on_device else 0.0
-        marks = [mark for mark in self.marks if isinstance(mark[1], float) != on_device]
-        spans = [
-            (phase, elapsed(origin, begin), elapsed(origin, end)) for phase, begin, end in marks
-        ]
-        spans.sort(key=lambda span: (span[2], -span[1]))  # what runs inside a phase comes before it
-        found = []
-        for number, (phase, start, end) in enumerate(spans):
-            at = start
-            inner = [(begin, stop) for _, begin, stop in spans[:number] if begin >= start]
-            for begin, stop in sorted(inner):
-                found.append((phase, at, begin))
-                at = max(at, stop)
-            found.append((phase, at, end))
-        return [piece for piece in found if piece[2] > piece[1]]
-
     def phase_at(self, moment: float) -> str | None:
         """The part of `StepTimes` that the host was in, as far as host clocks timed it; `None`
         outside this step.
@@ -163,9 +137,18 @@ class StepRecord:
         return "other" if self.began <= moment <= self.began + self.total else None
 
     def times(self) -> StepTimes:
+        """Of each phase without those that ran inside it, by the host's clock or the device's."""
         spent = dict.fromkeys(PHASES, 0.0)
-        for phase, begin, end in self.pieces(on_device=False) + self.pieces(on_device=True):
-            spent[phase] += end - begin
+        for on_device in (False, True):
+            marks = [mark for mark in self.marks if isinstance(mark[1], float) != on_device]
+            origin = marks[0][1] if on_device and marks else 0.0
+            # not inside another one, as far as the phases have ended
+            outer: list[tuple[float, float]] = []
+            for phase, begin, end in marks:
+                start, stop = elapsed(origin, begin), elapsed(origin, end)
+                inside = sum(last - first for first, last in outer if first >= start)
+                spent[phase] += stop - start - inside
+                outer = [*(span for span in outer if span[0] < start), (start, stop)]
         other = max(0.0, self.total - sum(spent.values()))
         return StepTimes(**spent, other=other, total=self.total)
 
@@ -330,7 +313,6 @@ class CollectiveTimes:
     ``losses``: when its caller was held up.
     """
 
-    called: float
     began: float
     ended: float
     losses: Sequence[tuple[float, float]]
@@ -365,16 +347,15 @@ def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list
     return sorted(mine, key=lambda one: one.called)
 
 
-def collective_times(
-    collectives: Sequence[CollectiveRecord], origin: Mark = None
-) -> list[CollectiveTimes]:
+def collective_times(collectives: Sequence[CollectiveRecord]) -> list[CollectiveTimes]:
     """As one after the other: each began when it was called or when those before it had ended,
-    whichever was later. Device times count from ``origin``, or from the first call.
+    whichever was later. Device times count from the first call.
 
     Where two were on the wire at once, as over Gloo, the time counts for the earlier one, and once:
     sums of ``ended - began`` are the time in which some collective was under way.
     """
     found = []
+    origin: Mark = None
     previous = -math.inf
     for one in collectives:
         losses = [(one.called, one.returned), (one.waited_from, one.waited_until)]
@@ -387,7 +368,7 @@ def collective_times(
             losses = [(waited, max(waited, ended))]
         began = min(max(called, previous), ended)
         previous = max(previous, ended)
-        found.append(CollectiveTimes(called, began, ended, losses))
+        found.append(CollectiveTimes(began, ended, losses))
     return found
 
 
@@ -442,8 +423,6 @@ class StepWindow:
         self._told: list[CollectiveRecord] = []
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
         self._steps = deque[RecordedStep](maxlen=200)
-        # the last step that was taken
-        self.latest: RecordedStep | None = None
         self._first = True
 
     def on_step(self, record: StepRecord) -> None:
@@ -463,7 +442,6 @@ class StepWindow:
             steps.append(self._steps.popleft())
         if not steps:
             return StepTimes.unknown()
-        self.latest = steps[-1]
         if self._first and len(steps) > 1:
             del steps[0]
         self._first = False

@@ -1,6 +1,4 @@
-"""Progress under mpirun, where output is no terminal, and on bars of 80 columns: loss, metrics, one
-rate, the slowest rank.
-"""
+"""Progress under mpirun, and where output is no terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import shutil
 import struct
 import sys
 import time
-from collections import Counter
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -20,11 +17,8 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 _OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-OF_MONITOR = ("img/s", "slowest", "data", "comm")
-"""After the user's own metrics; the last ones are left out first."""
 
 
 def widen_terminal() -> None:
@@ -96,87 +90,7 @@ class EpochLines(ProgressBar):
             seconds = time.perf_counter() - self._began
             batches = trainer.fit_loop.epoch_loop.batch_idx + 1
             shown = [f"epoch {trainer.current_epoch}: {batches} batches in {seconds:.1f} s"]
-            for name, value in short(self.get_metrics(trainer, pl_module)).items():
+            for name, value in trainer.progress_bar_metrics.items():
                 text = f"{value:.4g}" if isinstance(value, float) else value
                 shown.append(f"{name} {text}")
             self.print(", ".join(shown), flush=True)
-
-
-def narrow(trainer: Trainer) -> None:
-    """Let Lightning's own bar show `short` metrics and no iterations per second; a bar of the
-    user's class is left.
-    """
-    bar = trainer.progress_bar_callback
-    kinds: dict[type, type] = {TQDMProgressBar: NarrowTQDM, RichProgressBar: NarrowRich}
-    if type(bar) in kinds:
-        # keeps the settings that the user gave it
-        bar.__class__ = kinds[type(bar)]
-
-
-def short(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Without the version, ``train/loss`` as ``loss`` where no other metric ends so, the monitor's
-    at the end.
-
-    ``rank 1 +701 ms`` becomes ``1+701ms``.
-    """
-    own = {name: name.rpartition("/")[2] for name in metrics if name not in (*OF_MONITOR, "v_num")}
-    ends = Counter(own.values())
-    named = {end if ends[end] == 1 else name: metrics[name] for name, end in own.items()}
-    for name in OF_MONITOR:
-        if name in metrics:
-            named[name] = metrics[name].removeprefix("rank").replace(" ", "")
-    return named
-
-
-def _wide() -> bool:
-    """Whether there is room for the time too."""
-    return shutil.get_terminal_size().columns >= 110
-
-
-class NarrowTQDM(TQDMProgressBar):
-    """A line for the training; what does not fit is left out from the end."""
-
-    def get_metrics(self, *args: Any) -> dict[str, Any]:
-        return short(super().get_metrics(*args))
-
-    def init_train_tqdm(self) -> Tqdm:
-        clock = " {elapsed}<{remaining}" if _wide() else ""
-        return _Line(
-            position=2 * self.process_position,
-            disable=self.is_disabled,
-            leave=True,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            smoothing=0,
-            bar_format="{desc} {n_fmt}/{total_fmt}" + clock + "{postfix}",
-        )
-
-
-class _Line(Tqdm):
-    def set_postfix(self, ordered_dict: Any = None, refresh: bool = True, **kwargs: Any) -> None:
-        if self.disable:
-            return
-        items = []
-        for name, value in (ordered_dict or {}).items():
-            items.append(f"{name}={value if isinstance(value, str) else self.format_num(value)}")
-        self.postfix = " ".join(items)
-        columns = self.ncols or sys.maxsize
-        while items and len(self.format_meter(**self.format_dict | {"ncols": None})) > columns:
-            items.pop()
-            self.postfix = " ".join(items)
-        if refresh:
-            self.refresh()
-
-
-class NarrowRich(RichProgressBar):
-    """Rich puts metrics that do not fit into further lines."""
-
-    def get_metrics(self, *args: Any) -> dict[str, Any]:
-        return short(super().get_metrics(*args))
-
-    def configure_columns(self, trainer: Trainer) -> list[Any]:
-        from lightning.pytorch.callbacks.progress import rich_progress
-
-        wide = rich_progress.ProcessingSpeedColumn, rich_progress.CustomBarColumn
-        columns = super().configure_columns(trainer)
-        return [one for one in columns if not isinstance(one, wide[: 1 if _wide() else 2])]

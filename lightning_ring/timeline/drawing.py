@@ -12,7 +12,6 @@ from typing import Any
 
 from lightning_ring.errors import ConfigurationError
 
-READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
 # by the first words of a kind
 _COLOURS = {
     "data": "#8c8c8c",
@@ -20,8 +19,7 @@ _COLOURS = {
     "forward": "#59a14f",
     "backward": "#4e79a7",
     "optimizer": "#b07aa1",
-    READY: "#d9d9d9",
-    ON_THE_WIRE: "#f28e2b",
+    "queued": "#d9d9d9",
     "gradients": "#f28e2b",
     "parameters": "#edc948",
     "wait": "#e15759",
@@ -36,36 +34,34 @@ class Bar:
     """Something of ``kind`` that lasted from ``start`` to ``stop``, in seconds. Bars of a lane
     share a row.
 
-    ``text`` is written inside the bar if it fits. ``group``, such as a rank, is written beside its
-    lanes.
+    ``text`` is written inside the bar if it fits. ``group``, a rank, is written beside its lanes.
     """
 
     lane: str
     kind: str
     start: float
     stop: float
-    text: str = ""
-    group: str = ""
+    text: str
+    group: str
 
 
-def draw(bars: Sequence[Bar], title: str = "") -> Any:
+def draw(bars: Sequence[Bar]) -> Any:
     """A matplotlib figure of ``bars``, a row for each lane in the order of their first bars."""
     # no pyplot: it would look for a display
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     lanes = list(dict.fromkeys((bar.group, bar.lane) for bar in bars))
     figure = Figure(figsize=(12, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
-    axes = figure.add_subplot(ylim=(len(lanes) - 0.5, -0.5), xlabel="milliseconds", title=title)
-    span = max((bar.stop for bar in bars), default=1.0)
+    axes = figure.add_subplot(ylim=(len(lanes) - 0.5, -0.5), xlabel="milliseconds")
+    span = max(bar.stop for bar in bars)
     for bar in bars:
         row, left, width = lanes.index((bar.group, bar.lane)), 1e3 * bar.start, bar.stop - bar.start
-        height = 0.34 if bar.kind == WAITED_FOR else 0.8
-        axes.barh(row, 1e3 * width, height, left, color=_colour(bar.kind))
+        colour = next(one for word, one in _COLOURS.items() if bar.kind.startswith(word))
+        axes.barh(row, 1e3 * width, left=left, color=colour)
         if width > len(bar.text) * _CHARACTER * span:
             middle = left + 1e3 * width / 2
             axes.text(middle, row, bar.text, ha="center", va="center", fontsize=6, clip_on=True)
-    for group in dict.fromkeys(group for group, _ in lanes if group):
+    for group in dict.fromkeys(group for group, _ in lanes):
         rows = [row for row, lane in enumerate(lanes) if lane[0] == group]
         axes.axhline(rows[-1] + 0.5, color="black", linewidth=0.8)
         beside = axes.get_yaxis_transform()
@@ -73,16 +69,7 @@ def draw(bars: Sequence[Bar], title: str = "") -> Any:
     axes.set_yticks(range(len(lanes)), [lane[:60] for _, lane in lanes], fontsize=8)
     axes.set_xlim(0, 1e3 * span)
     axes.grid(axis="x", alpha=0.3)
-    shown = {bar.kind for bar in bars}
-    kinds = [kind for kind in (READY, ON_THE_WIRE, WAITED_FOR) if kind in shown]
-    if kinds:
-        patches = [Patch(color=_colour(kind), label=kind) for kind in kinds]
-        figure.legend(handles=patches, loc="outside lower right", ncols=3, fontsize=8)
     return figure
-
-
-def _colour(kind: str) -> str:
-    return next(colour for word, colour in _COLOURS.items() if kind.startswith(word))
 
 
 def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
@@ -117,7 +104,8 @@ def _bars(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> list[B
         if event["ph"] == "X" and start < end and stop > begin:
             # a process's own name has thread 0
             group, lane = names[event["pid"], 0], names[event["pid"], event["tid"]]
-            kind, text = (lane, event["name"]) if event["name"] != "queued" else (READY, "")
+            text = event["name"]
+            kind = text if text == "queued" else lane
             start, stop = ((min(end, max(begin, at)) - begin) / 1e6 for at in (start, stop))
             bars.append(Bar(lane, kind, start, stop, text, group))
     return bars

@@ -154,7 +154,7 @@ class Recorder:
         if self._file.full and not was_full:
             log.warning(
                 "lightning_ring: the timeline %s has reached its largest size and ends here; "
-                "training goes on. RING_TIMELINE_MAX_MB sets another size.",
+                "training goes on.",
                 self._file.path,
             )
 

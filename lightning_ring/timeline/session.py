@@ -55,17 +55,15 @@ class Session:
         number: int,
         zero: float,
         clock: ClockReading,
-        max_bytes: int,
         seconds_of: SecondsOf | None,
     ) -> None:
         self.path = path
-        self.max_bytes = max_bytes
         self.comm: Communicator | None = None
         host = socket.gethostname()
         mine = {"rank": number, "host": host, "pid": os.getpid(), "zero": zero}
         self.other = about | {"rank": mine | {"clock": asdict(clock)}}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = TraceFile(rank_file(path, number), self.other, max_bytes=max_bytes)
+        self._file = TraceFile(rank_file(path, number), self.other)
         name = f"{'process' if about.get('ranks_change') else 'rank'} {number} ({host})"
         label = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
         self.recorder = Recorder(self._file, number, name, label, zero, seconds_of)
@@ -84,14 +82,12 @@ class Session:
 
         Collective; may be called again, where a rank died in it.
         """
-        comm, mine = self.comm, self.other["rank"]
-        if comm is not None:
-            mine["clock_at_end"] = asdict(read_clocks(comm)[comm.rank])
+        comm = self.comm
         self.close()
         if comm is None:
             return []
         comm.barrier(name="timeline: closed")
-        problems = gather_files(self.path, self.other["run"], comm, mine["rank"])
+        problems = gather_files(self.path, self.other["run"], comm, self.other["rank"]["rank"])
         # the source of the last broadcast did not wait for the others
         comm.barrier(name="timeline: merged")
         return problems
@@ -130,13 +126,12 @@ def start_session(
     path: Path,
     comm: Communicator | None,
     *,
-    max_bytes: int,
     about: dict[str, Any],
     seconds_of: SecondsOf | None = None,
     number: int | None = None,
 ) -> Session:
-    """Open every rank's file. Collective; rank 0's ``path`` and ``max_bytes`` count. ``comm`` is
-    `None` for one process alone. ``number``: of this process, where ranks may change; the trace has
+    """Open every rank's file. Collective; rank 0's ``path`` counts. ``comm`` is `None` for one
+    process alone. ``number``: of this process, where ranks may change; the trace has
     it in the place of the rank.
 
     A path that was used in this process before gets a number; files of an earlier run are replaced.
@@ -153,8 +148,8 @@ def start_session(
     except ConfigurationError as error:
         problem = str(error)
     if comm is not None:
-        start = path, max_bytes, run, problem
-        path, max_bytes, run, problem = comm.broadcast_object(start, name="timeline: start")
+        start = path, run, problem
+        path, run, problem = comm.broadcast_object(start, name="timeline: start")
     if problem:
         raise ConfigurationError(problem)
     if comm is not None:
@@ -165,7 +160,7 @@ def start_session(
     session: Session | None = None
     number = rank if number is None else number
     try:
-        session = Session(path, about, number, zero, clock, max_bytes, seconds_of)
+        session = Session(path, about, number, zero, clock, seconds_of)
         session.comm = comm
     except OSError as error:
         problem = f"{rank_file(path, number)}: {error.strerror or error}"
@@ -191,17 +186,17 @@ def join_session(
 
     A file that cannot be written is a warning: the others record on.
     """
-    invitation = None if session is None else (session.path, session.other, session.max_bytes)
+    invitation = None if session is None else (session.path, session.other)
     invitation = comm.broadcast_object(invitation, name="invitation to a timeline")
     if invitation is None:
         return None
-    path, other, max_bytes = invitation
+    path, other = invitation
     clock = read_clocks(comm)[comm.rank]
     if session is not None:
         return None
     try:
         zero = other["rank"]["zero"] + clock.offset
-        joined = Session(path, other, number, zero, clock, max_bytes, seconds_of)
+        joined = Session(path, other, number, zero, clock, seconds_of)
     except OSError as error:
         log.warning(
             "lightning_ring: process %d joins, and does not record its timeline: %s", number, error

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ from lightning_ring.errors import ConfigurationError
 
 GENERATOR = "lightning_ring"
 PATH_VARIABLE = "RING_TIMELINE"
-SWITCH_VARIABLE = "RING_TIMELINE_SWITCH"
-SIZE_VARIABLE = "RING_TIMELINE_MAX_MB"
 
 
 def checked_path(value: Any, asked: str) -> Path:
@@ -49,40 +45,14 @@ def is_timeline(path: Path) -> bool:
     return not start or f'"generator":"{GENERATOR}"'.encode() in start
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineSettings:
-    # where the merged trace goes; `None`: nothing is recorded, unless a script starts it
-    path: Path | None
-    # record only while this file exists on rank 0's host
-    switch: Path | None
-    # largest size of a rank's file, in MiB
-    max_mb: float
+def timeline_path(argument: str | Path | None, environ: Mapping[str, str]) -> Path | None:
+    """Where the merged trace goes; `None`: nothing is recorded, unless a script starts it.
+    ``argument`` is that of `RingStrategy`, which counts more than RING_TIMELINE.
 
-
-def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -> TimelineSettings:
-    """``argument`` is that of `RingStrategy`, which counts more than RING_TIMELINE.
-
-    Raises `ConfigurationError`: a value cannot work.
+    Raises `ConfigurationError`: a path cannot work.
     """
-    path: Path | None = None
     if argument is not None:
-        path = checked_path(argument, f"RingStrategy got timeline={argument!r}")
-    elif named := environ.get(PATH_VARIABLE):
-        path = checked_path(named, f"{PATH_VARIABLE} is {named!r}")
-    switch = environ.get(SWITCH_VARIABLE)
-    if switch and path is None:
-        raise ConfigurationError(
-            f"{SWITCH_VARIABLE} is {switch!r}, but no timeline is asked for. Set "
-            f"{PATH_VARIABLE}=trace.json too, or give RingStrategy(timeline='trace.json')."
-        )
-    text = environ.get(SIZE_VARIABLE) or "64"
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 1 <= size < math.inf:
-        raise ConfigurationError(
-            f"{SIZE_VARIABLE} is {text!r}, expected the largest size of a rank's timeline in MiB, "
-            "1 or more, as in 64."
-        )
-    return TimelineSettings(path, Path(switch).expanduser() if switch else None, size)
+        return checked_path(argument, f"RingStrategy got timeline={argument!r}")
+    if named := environ.get(PATH_VARIABLE):
+        return checked_path(named, f"{PATH_VARIABLE} is {named!r}")
+    return None

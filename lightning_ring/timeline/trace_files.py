@@ -34,6 +34,7 @@ _OTHER = b'{"otherData":'
 # bytes of a line of otherData
 _LONGEST_OTHER = 1 << 16
 _MOST_RANKS = 1 << 20
+MAX_BYTES = 64 << 20  # of a rank's file
 
 
 class TraceFile:
@@ -43,7 +44,7 @@ class TraceFile:
     cannot be written, or if another job is writing it.
     """
 
-    def __init__(self, path: Path, other: dict[str, Any], *, max_bytes: int) -> None:
+    def __init__(self, path: Path, other: dict[str, Any], *, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
         # events were dropped because the file had its largest size
         self.full = False
@@ -273,9 +274,8 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     """Write the ranks' files of the timeline ``path`` (``trace.json``) to ``output``, by default to
     ``path`` itself.
 
-    The drift of the clocks between start and end is corrected. Only files of the newest run are
-    taken. Memory stays small, whatever the size. Raises `ConfigurationError` without a file of a
-    rank, or if its events are damaged; `OSError` if writing fails.
+    Only files of the newest run are taken. Memory stays small, whatever the size. Raises
+    `ConfigurationError` without a file of a rank; `OSError` if writing fails.
     """
     files = rank_files(path)
     others, left_out = {}, []
@@ -307,9 +307,8 @@ def _check(other: dict[str, Any]) -> None:
     world_size, rank = other["world_size"], other["rank"]
     if type(world_size) is not int or not 0 < world_size <= _MOST_RANKS:
         raise ValueError(f"its world_size is {world_size!r:.80}")
-    clocks = [rank["clock"], rank.get("clock_at_end") or rank["clock"]]
-    numbers = [clock[name] for clock in clocks for name in ("at", "offset", "error")]
-    if "shared" not in rank["clock"] or not all(map(math.isfinite, [rank["zero"], *numbers])):
+    numbers = [rank["zero"], *(rank["clock"][name] for name in ("at", "offset", "error"))]
+    if "shared" not in rank["clock"] or not all(map(math.isfinite, numbers)):
         raise ValueError("its clock is damaged")
     if not {"generator", "run", "began"} <= other.keys():
         raise ValueError("it does not name its run")
@@ -325,40 +324,8 @@ def _write(merged: Merged, newest: dict[str, Any], files: dict[int, Path]) -> No
     head = b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n'
     with whole_file(merged.path) as out:
         out.write(head % compact(about).encode())
-        for rank, other in merged.others.items():
-            for event in _in_step(files[rank], other["rank"]):
+        for rank in merged.others:
+            for event in read_events(files[rank]):
                 out.write(b",\n%b" % event if merged.num_events else event)
                 merged.num_events += 1
         out.write(b"\n]}\n")
-
-
-def _in_step(file: Path, rank: dict[str, Any]) -> Iterator[bytes]:
-    """The events of ``file`` on rank 0's clock, where this rank's clock ran faster or slower than
-    that one between the two readings. The first reading's offset is in the events already.
-    """
-    events, start, end = read_events(file), rank["clock"], rank.get("clock_at_end")
-    if not end or start["shared"] or end["at"] <= start["at"]:
-        yield from events
-        return
-    rate = (end["offset"] - start["offset"]) / (end["at"] - start["at"])
-    zero = round((start["at"] - rank["zero"]) * 1e9)
-
-    def corrected(nanoseconds: int) -> int:
-        return max(0, nanoseconds - round(rate * (nanoseconds - zero)))
-
-    for text in events:
-        try:
-            event = json.loads(text)
-            if event["ph"] == "M":
-                yield text
-                continue
-            begin = round(event["ts"] * 1e3)
-            until = corrected(begin + round(event["dur"] * 1e3))
-            begin = corrected(begin)
-            event |= {"ts": begin / 1e3, "dur": (until - begin) / 1e3}
-        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"{file} has a damaged event ({error!r:.200}). Copy it again from its host, or "
-                "move it away to merge the others."
-            ) from error
-        yield compact(event).encode()

@@ -5,8 +5,6 @@ its number. A photograph shows it turned, nearer or farther, in another light, a
 background. The same arguments give the same bytes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """scikit-learn's bundled handwritten digits: 1,797 real scans of 8x8 pixels, no download."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

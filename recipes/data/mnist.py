@@ -1,7 +1,5 @@
 """MNIST: 70,000 handwritten digits of 28x28 pixels, read or downloaded by torchvision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor

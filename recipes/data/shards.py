@@ -1,7 +1,5 @@
 """Images that ``lightning-ring pack`` packed, by the loader of `lightning_ring.data`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

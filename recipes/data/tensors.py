@@ -1,7 +1,5 @@
 """Data sets small enough to be kept in memory as tensors."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 

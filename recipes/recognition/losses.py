@@ -2,8 +2,6 @@
 earlier batches.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pytorch_metric_learning.losses import CrossBatchMemory

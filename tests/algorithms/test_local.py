@@ -47,7 +47,7 @@ def reference(world_size, optimizer, *, every, warmup):
 @pytest.mark.parametrize(("world_size", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 @pytest.mark.parametrize(("every", "warmup"), [(3, 0), (4, 3)])
 def test_equals_the_formula_in_one_process(world_size, optimizer, every, warmup):
-    """Of `LocalSGD`; `test_streaming_diloco` has those of `DiLoCo`."""
+    """Of `LocalSGD`; `test_diloco` has those of `DiLoCo`."""
     found = trained(world_size, LocalSGD(every, warmup_steps=warmup), optimizer)
     expected = reference(world_size, optimizer, every=every, warmup=warmup)
     for ours, theirs in zip(found, expected, strict=True):
@@ -60,7 +60,6 @@ def test_equals_the_formula_in_one_process(world_size, optimizer, every, warmup)
         lambda: LocalSGD(4),
         lambda: LocalSGD(4, warmup_steps=5),
         lambda: DiLoCo(4),
-        lambda: DiLoCo(4, fragments=2, overlap=3, outer_bits=8),
     ],
 )
 def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make):
@@ -155,9 +154,6 @@ def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange():
         (lambda: LocalSGD(compression="bf16"), "compression='bf16' with warmup_steps=0"),
         (lambda: DiLoCo(outer_momentum=1), "outer_momentum=1"),
         (lambda: DiLoCo(outer_lr=0), "outer_lr=0"),
-        (lambda: DiLoCo(4, fragments=5), "every=4, fragments=5"),
-        (lambda: DiLoCo(4, overlap=4), "overlap=4"),
-        (lambda: DiLoCo(outer_bits=16), "outer_bits=16"),
         (
             lambda: RingStrategy(algorithm=LocalSGD(), uneven="join"),
             "uneven='join' with algorithm=LocalSGD",

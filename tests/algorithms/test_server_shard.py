@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_ring.algorithms.own_pace import parts_of
-from lightning_ring.algorithms.server.server import WeightServer, settings_of
+from lightning_ring.algorithms.server.server import WeightServer, parts_of, settings_of
 
 
 def server_of(num_workers, **how):

@@ -35,7 +35,8 @@ class Outcome:
     """
 
     def __init__(self, job):
-        self._job, self._folder, self._plan = job, job.folder, job.plan
+        self._job, self._folder, self.plan = job, job.folder, job.plan
+        self.standstill = job.standstill
         self.returns = len(generations_of_returns(job.folder))
         self.faults = [
             line.split()

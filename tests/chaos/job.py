@@ -150,7 +150,6 @@ class Job:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            assert bind is not None
             bind()
             # as if a program was started; objects that hold them live to the end of this one
             os.closerange(3, 1024)
@@ -242,7 +241,6 @@ class Job:
             self.steward_died |= kind == "steward"
             self.lost_hosts |= set(hosts.names[1:]) if hosts is not None else set()
             return
-        assert hosts is not None
         steward_is_here = host == hosts.names[0]
         self.lost_hosts |= set(hosts.names[1:]) if steward_is_here else {host}
         if kind in ("agent", "agent_stop"):

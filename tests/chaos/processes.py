@@ -36,7 +36,7 @@ def field_of(pid, number):
         return "gone"
 
 
-def children_of(parent: int) -> list[int]:
+def children_of(parent):
     """Pids of the processes whose parent is ``parent``, also of ended ones that it has not waited
     for.
     """

@@ -156,17 +156,15 @@ class Module(pl.LightningModule):
     def on_train_batch_end(self, *_):
         if self.global_step != self._logged_step:
             self._logged_step = self.global_step
-            entry = [self._view.generation, self.global_step, self._digest(), self._steps_counted()]
+            counted = [one.steps for one in self._counting]
+            entry = [self._view.generation, self.global_step, self._digest(), counted]
             with self.steps_log.open("a") as log:
                 log.write(json.dumps(entry) + "\n")
         self.faults.reach("batch_end")
 
     @property
     def _view(self):
-        fit = self.trainer.strategy._fit
-        assert fit is not None
-        assert fit.recovery.view is not None
-        return fit.recovery.view
+        return self.trainer.strategy._fit.recovery.view
 
     def _digest(self):
         """Of all that has to be the same on all ranks."""
@@ -180,12 +178,8 @@ class Module(pl.LightningModule):
         digest = hashlib.blake2b(digest_size=8)
         for value in values:
             digest.update(value.detach().numpy().tobytes())
-        hooks = [one.hooks for one in self._counting]
-        digest.update(repr(hooks).encode())
+        digest.update(repr([one.hooks for one in self._counting]).encode())
         return digest.hexdigest()
-
-    def _steps_counted(self):
-        return [one.steps for one in self._counting]
 
     @property
     def _counting(self):
@@ -249,27 +243,29 @@ def live(folder, number, train):
 
 def fit(folder, number, plan):
     """A fit of process ``number`` of ``plan``, with its faults."""
-    seed, planted = plan.seed, plan.faults
-    faults = Faults(folder, number, planted)
+    faults = Faults(folder, number, plan.faults)
     if plan.nodes > 1:
         os.environ["RING_NODE_RANK"] = str(number % plan.nodes)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.manual_seed(seed)
+    torch.manual_seed(plan.seed)
     module = Module(faults, folder, number, plan)
     faults.step = lambda: module.progress
-    faults.plant(Recovery, "agree", "commit")
-    faults.plant(Recovery, "committed", "step")
-    faults.plant(Recovery, "after", "recovery")
-    faults.plant(elastic_fit.ElasticFit, "enter", "connect")
-    faults.plant(Mirrors, "receive", "mirror")
-    faults.plant(Sharded, "after_commit", "gather")
-    faults.plant(Sharded, "move", "move")
-    faults.plant(elastic_fit, "dump_fit", "dump")
-    faults.plant(MemoryCheckpoint, "send", "send")
-    faults.plant(elastic_fit.ElasticFit, "_hold", "hold")
-    faults.plant(ElasticStrategy, "load_checkpoint", "load")
-    faults.plant(generations, "prefer_interface", "open")
+    for owner, name, place in (
+        (Recovery, "agree", "commit"),
+        (Recovery, "committed", "step"),
+        (Recovery, "after", "recovery"),
+        (elastic_fit.ElasticFit, "enter", "connect"),
+        (Mirrors, "receive", "mirror"),
+        (Sharded, "after_commit", "gather"),
+        (Sharded, "move", "move"),
+        (elastic_fit, "dump_fit", "dump"),
+        (MemoryCheckpoint, "send", "send"),
+        (elastic_fit.ElasticFit, "_hold", "hold"),
+        (ElasticStrategy, "load_checkpoint", "load"),
+        (generations, "prefer_interface", "open"),
+    ):
+        faults.plant(owner, name, place)
     get = StewardStore.get
 
     def get_address(store, key):
@@ -300,7 +296,7 @@ def fit(folder, number, plan):
     elastic_fit.newest_of_rank_zero = noted
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
-    order = ShuffledSampler(SAMPLES, remainder="drop", seed=seed)
+    order = ShuffledSampler(SAMPLES, remainder="drop", seed=plan.seed)
     checkpoints = folder / "disk" / "checkpoints"
     trainer = pl.Trainer(
         strategy=ElasticStrategy(

@@ -107,7 +107,6 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
             lambda: LocalSGD(every=3),
             lambda: LocalSGD(every=3, warmup_steps=2),
             lambda: DiLoCo(every=3, outer_lr=0.5),
-            lambda: DiLoCo(every=3, fragments=2, overlap=2, outer_bits=4),
         )
     ):
         whole = run(make, f"whole {number}")

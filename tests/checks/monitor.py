@@ -347,7 +347,7 @@ def check_tensorboard_pages_are_written(tmp_path):
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     events = EventAccumulator(
-        logger.log_dir, size_guidance={"scalars": 0, "images": 0, "histograms": 0}
+        logger.log_dir, size_guidance={"scalars": 0, "histograms": 0}
     ).Reload()
     layout = layout_pb2.Layout()
     layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
@@ -364,8 +364,6 @@ def check_tensorboard_pages_are_written(tmp_path):
     )
     assert "ring/skipped_steps" not in tags["scalars"], "what is always 0 gets no chart"
     assert set(tags["histograms"]) == {"ring/trust_ratio"}
-    (image,) = events.Images("ring/buckets of a step")
-    assert image.width > 600
     (environment,) = events.Tensors("ring/environment/text_summary")
     assert (
         f"(ranks {', '.join(map(str, range(SIZE)))})".encode()

@@ -47,7 +47,7 @@ PLACES = (
     {
         (step_times, "break_down"): "step times",
         (step_times.StepWindow, "_on_collective"): "",
-        (dashboard, "draw"): "TensorBoard pages",
+        (dashboard.Dashboard, "add_histograms"): "TensorBoard pages",
     },
     {
         (StepTimer, "_end"): "step times",

@@ -1,4 +1,4 @@
-"""Parameter servers, and asynchronous gossip, on real ranks: through the Trainer, `distribute`
+"""Parameter servers on real ranks: through the Trainer, `distribute`
 and Fabric.
 """
 
@@ -14,7 +14,6 @@ from mpi4py import MPI
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ring import RingStrategy, distribute
-from lightning_ring.algorithms.local import AsynchronousGossip
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
 from tests.checks.loops import batches, loss_of, network
@@ -108,7 +107,6 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path):
     for name, num_epochs, algorithm in (
         ("async", 2, ParameterServer(1, "async", **compensated)),
         ("on all", 1, ParameterServer(None, "async", **compensated)),
-        ("gossip", 1, AsynchronousGossip()),
     ):
         L.seed_everything(5, verbose=False)
         files = [folder / f"{name}.{rank}.through" for rank in range(SIZE)]
@@ -158,7 +156,7 @@ def check_a_rank_without_a_batch_takes_part_in_evaluations_and_checkpoints():
     """Once before any other batch of its own."""
     inputs = batches(8)
     for idle in (0, 1):
-        for algorithm in (AsynchronousGossip(), ParameterServer(mode="async")):
+        for algorithm in (ParameterServer(mode="async"),):
             net = network()
             optimizer = torch.optim.AdamW(net.parameters(), 0.01)
             shown = [parameters(net)]
@@ -198,7 +196,7 @@ def check_a_trainers_rank_without_a_training_batch_is_an_error_of_every_rank():
         assert job.global_step == steps
         return str(caught.value)
 
-    for algorithm in (AsynchronousGossip(), ParameterServer(mode="async")):
+    for algorithm in (ParameterServer(mode="async"),):
         empty = [
             said(algorithm, DataLoader(data(here), 4)),
             said(algorithm, [DataLoader(data(here), 4), DataLoader(data(here), 2)]),

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 from contextlib import contextmanager
+from functools import partial
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -13,6 +15,7 @@ from mpi4py import MPI
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import StepTimer
+from lightning_ring.timeline import session
 from lightning_ring.timeline.trace_files import TraceFile, read_other
 from tests.checks.models import (
     RANK,
@@ -232,22 +235,18 @@ def said():
         logging.getLogger("lightning_ring").removeHandler(handler)
 
 
-def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warning(tmp_path):
-    path, switch = tmp_path / "trace.json", tmp_path / "on"
+def check_a_path_that_another_job_writes_is_one_error(tmp_path):
+    path = tmp_path / "trace.json"
     other = {"generator": "lightning_ring", "run": "another"}
     file = (
         TraceFile(tmp_path / "trace.rank0.jsonl", other, max_bytes=1 << 22) if RANK == 0 else None
     )
-    switch.touch()
     WORLD.Barrier()
     with pytest.raises(
         ConfigurationError, match=r"is in use: trace\.rank0\.jsonl, another job"
     ) as caught:
         train(RingStrategy(timeline=path))
     assert len(set(WORLD.allgather(str(caught.value)))) == 1
-    with environment(RING_TIMELINE=str(path), RING_TIMELINE_SWITCH=str(switch)), said() as messages:
-        train(RingStrategy(), batches=24)
-    assert len([message for message in messages if "not recorded" in message]) == (RANK == 0)
     assert not path.exists()
     WORLD.Barrier()
     if file is not None:
@@ -286,35 +285,15 @@ def check_started_and_stopped_by_hand(tmp_path):
     assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", 0)] == [2, 3, 4]
 
 
-class Operator(L.Callback):
-    """Makes and removes a file, as somebody outside the job would."""
-
-    def __init__(self, switch):
-        self.switch = switch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if RANK == 0 and batch_idx == 5:
-            self.switch.touch()
-        if RANK == 0 and batch_idx == 45:
-            self.switch.unlink()
-
-
-def check_switched_on_and_off_from_outside(tmp_path):
-    switch = tmp_path / "on"
-    with environment(RING_TIMELINE=str(tmp_path / "trace.json"), RING_TIMELINE_SWITCH=str(switch)):
-        train(RingStrategy(), batches=64, callbacks=[Operator(switch)])
-    for rank in range(SIZE):
-        assert steps_of(read_trace(tmp_path / "trace.json"), rank) == list(range(20, 60))
-
-
 def check_a_largest_size(tmp_path):
     class Chatty(Between):
         def on_train_batch_end(self, trainer, *_):
-            session = trainer.strategy.timeline._session
-            for _ in range(7000 if session else 0):
-                session.recorder.slice(1, "step", 0.0, 0.0)
+            recording = trainer.strategy.timeline._session
+            for _ in range(7000 if recording else 0):
+                recording.recorder.slice(1, "step", 0.0, 0.0)
 
-    with environment(RING_TIMELINE_MAX_MB="1"), said() as messages:
+    short = partial(TraceFile, max_bytes=2**20)
+    with mock.patch.object(session, "TraceFile", short), said() as messages:
         train(RingStrategy(monitor=False), batches=8, callbacks=[Chatty(tmp_path / "trace.json")])
     assert len([message for message in messages if "largest size" in message]) == 1
     assert 0 < (tmp_path / f"trace.rank{RANK}.jsonl").stat().st_size <= 2**20

@@ -38,9 +38,8 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(world_size, m
         open_requests = opened(comm, answer)
         for length in LENGTHS:
             questions = {peer: numbered(length, comm.rank, peer) for peer in range(world_size)}
-            asked_for = {peer: [2 * length] for peer in questions}
-            each = {peer: [question] for peer, question in questions.items()}
-            answers = open_requests.ask(each, f"{length} bytes", lengths=asked_for).wait()
+            asked_for = dict.fromkeys(questions, 2 * length)
+            answers = open_requests.ask(questions, f"{length} bytes", asked_for)
             assert {peer: found.tolist() for peer, found in answers.items()} == {
                 peer: [*question.tolist(), *question.flip(0).tolist()]
                 for peer, question in questions.items()
@@ -50,7 +49,7 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(world_size, m
         open_requests.close()
         open_requests.close()
         with pytest.raises(CollectiveError, match="answers no more"):
-            open_requests.ask({}, "late")
+            open_requests.ask({}, "late", {})
 
     run_ranks(world_size, rank)
 
@@ -70,10 +69,8 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(world_size, monkeypa
 
     def rank(comm):
         open_requests = opened(comm, lambda peer, question: torch.zeros(5000, dtype=torch.uint8))
-        questions = {peer: [torch.zeros(3000, dtype=torch.uint8)] for peer in range(world_size)}
-        open_requests.ask(
-            questions, "question", lengths={peer: [5000] for peer in questions}
-        ).wait()
+        questions = {peer: torch.zeros(3000, dtype=torch.uint8) for peer in range(world_size)}
+        open_requests.ask(questions, "question", dict.fromkeys(questions, 5000))
         open_requests.close()
 
     monkeypatch.setattr(ThreadTransport, "isend", recorded)
@@ -82,7 +79,7 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(world_size, monkeypa
     assert sorted(map(list, sent.values())) == [[3000]] * ways + [[5000]] * ways
 
 
-@pytest.mark.parametrize("name", ["_receives", "_send", "_answer"])
+@pytest.mark.parametrize("name", ["_receive", "_send", "_answer"])
 def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(name, monkeypatch):
     """Else the other one would wait for the timeout."""
 
@@ -93,7 +90,7 @@ def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(name, monkeypatch)
         open_requests = opened(comm, lambda peer, question: question)
         if comm.rank == 0:
             while True:
-                open_requests.ask({1: [torch.zeros(1000, dtype=torch.uint8)]}, "question").wait()
+                open_requests.ask({1: torch.zeros(1000, dtype=torch.uint8)}, "question", {1: 1000})
         monkeypatch.setattr(open_requests, name, fails)
         until = time.monotonic() + 50
         while time.monotonic() < until:

@@ -57,8 +57,6 @@ class Rank:
         assert self.history == json.loads(state)
 
     def commit(self):
-        assert self.complete is not None
-        assert self.history is not None
         self.history.append(self.complete)
         with (self.folder / f"{self.member.number}.log").open("a") as log:
             log.write(json.dumps([len(self.history) - 1, self.complete]) + "\n")

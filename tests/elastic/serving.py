@@ -15,14 +15,12 @@ class Serving:
     once.
     """
 
-    def __init__(self, silence=None, **limits):
+    def __init__(self, **limits):
         self.calls = []  # of the steward, in its thread
         self.killed = []
-        self.why = {}
+
         self.members = []
-        self.steward = Steward(
-            Membership(**limits), self.kill, silence=silence, idle=lambda member: 1e9
-        )
+        self.steward = Steward(Membership(**limits), self.kill, idle=lambda member: 1e9)
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.serve)
         self.thread.start()
@@ -36,7 +34,7 @@ class Serving:
                 self.steward.gone(self.killed.pop(), "killed")
 
     def kill(self, number, why, seconds):
-        self.why[number] = why
+
         self.killed.append(number)
 
     def join(self, number):
@@ -50,8 +48,8 @@ class Serving:
 
 
 @contextmanager
-def serving(silence=None, **limits):
-    server = Serving(silence, **limits)
+def serving(**limits):
+    server = Serving(**limits)
     try:
         yield server
     finally:

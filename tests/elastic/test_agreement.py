@@ -209,7 +209,6 @@ def live_through(seed):
     most = 0
     for _ in range(30):
         view = membership.view
-        assert view is not None
         alive = membership.members
         for _ in range(draws.randrange(3)):  # whole steps
             steps = dict.fromkeys(alive, steps[alive[0]] + 1)
@@ -239,8 +238,6 @@ def live_through(seed):
             else:
                 membership.report(member, -1, Report())
         new = membership.next_view()
-        assert new is not None
-        assert new.step is not None
         assert most <= new.step <= most + 1
         assert between or not new.newcomers
         for member in new.members:

@@ -2,15 +2,14 @@
 descriptors.
 """
 
-import time
-
 import pytest
 
 from lightning_ring.elastic.member import Member
 from lightning_ring.elastic.membership import Membership, Report
 from lightning_ring.elastic.steward import Silence, SilenceLimits
 from lightning_ring.errors import RankDiscoveryError
-from tests.elastic.serving import WAIT, first_view, serving
+from tests.elastic.serving import WAIT, first_view
+from tests.processes import wait_for
 
 LIMITS = SilenceLimits(answer=10.0, start=50.0, report=100.0)
 
@@ -90,47 +89,31 @@ def test_a_process_that_hangs_before_it_connects_is_found_once_another_one_is_re
     assert clock.pass_seconds(500) == {}
 
 
-def test_a_silent_member_is_removed_and_the_others_go_on():
-    with serving(SilenceLimits(answer=1.5)) as server:
-        one, two = first_view(server, 2)
-        two._take = lambda message: None  # type: ignore[method-assign]  # as if it were stopped
-        assert one.is_over(WAIT)
-        one.report(Report(1))
-        assert one.next_view(WAIT).members == (0,)
-        assert "neither answered nor used processor time" in server.why[1]
+def test_a_second_process_with_a_number_that_is_taken_and_a_stranger_are_refused(server):
+    (one,) = first_view(server, 1)
+    told = r"process 0 of the job is process \d+ already.*start it without"
+    with pytest.raises(RankDiscoveryError, match=told):
+        Member(server.steward.variables(0)).open()
+    with pytest.raises(RankDiscoveryError, match="process 7 of the job takes part no more"):
+        Member(server.steward.variables(7)).open()
+    with pytest.raises(RankDiscoveryError, match="another job"):
+        Member(server.steward.variables(0) | {"RING_SECRET": "guess"}).open()
+    assert one.request({"op": "count"}, WAIT) == 0
+    assert server.steward.membership.members == [0]
 
 
-def test_a_second_process_with_a_number_that_is_taken_is_refused():
-    with serving() as server:
-        (one,) = first_view(server, 1)
-        with pytest.raises(
-            RankDiscoveryError,
-            match=r"process 0 of the job is process \d+ already.*start it without",
-        ):
-            Member(server.steward.variables(0)).open()
-        with pytest.raises(RankDiscoveryError, match="process 7 of the job takes part no more"):
-            Member(server.steward.variables(7)).open()
-        assert one.request({"op": "count"}, WAIT) == 0
-        assert server.steward.membership.members == [0]
+def test_who_connects_anew_is_named_and_not_taken_for_a_newcomer(server):
+    one, two = first_view(server, 2)
+    one.report(Report(2))
+    assert two.is_over(WAIT)
+    with pytest.raises(Exception, match="process 0 connects anew"):
+        two.check()
 
 
-def test_who_connects_anew_is_named_and_not_taken_for_a_newcomer():
-    with serving() as server:
-        one, two = first_view(server, 2)
-        one.report(Report(2))
-        assert two.is_over(WAIT)
-        with pytest.raises(Exception, match="process 0 connects anew"):
-            two.check()
-
-
-def test_the_failure_of_a_process_that_was_in_no_view_does_not_end_the_job():
-    with serving() as server:
-        (one,) = first_view(server, 1)
-        two = server.join(1)
-        two.fail("process 1 failed: RuntimeError: no GPU here")
-        until = time.monotonic() + WAIT
-        while 1 not in server.steward.last_words:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        assert server.steward.ended is None
-        one.check()
+def test_the_failure_of_a_process_that_was_in_no_view_does_not_end_the_job(server):
+    (one,) = first_view(server, 1)
+    two = server.join(1)
+    two.fail("process 1 failed: RuntimeError: no GPU here")
+    wait_for(lambda: 1 in server.steward.last_words, WAIT)
+    assert server.steward.ended is None
+    one.check()

@@ -20,40 +20,39 @@ from tests.elastic.serving import first_view, serving
 EVERY_BYTE = bytes(range(256))
 
 
-def test_the_store_behaves_as_torchs_own():
-    with serving() as server:
-        (member,) = first_view(server, 1)
-        stewards, own = StewardStore(member, 5), dist.HashStore()
-        for store in (dist.PrefixStore("a", stewards), dist.PrefixStore("a", own)):
-            store.set("bytes", EVERY_BYTE)
-            store.set("text", "12")
-            assert store.get("bytes") == EVERY_BYTE
-            assert store.get("text") == b"12"
-            assert store.add("text", 5) == 17
-            assert store.add("new", -2) == -2
-            assert store.get("text") == b"17"
-            assert store.check(["bytes", "text"])
-            assert not store.check(["bytes", "none"])
-            assert store.compare_set("compared", "", "first") == b"first"
-            assert store.compare_set("compared", "other", "second") == b"first"
-            assert store.compare_set("compared", "first", "second") == b"second"
-            store.wait(["bytes", "compared"])
-            assert store.delete_key("bytes")
-            assert not store.delete_key("bytes")
-            with pytest.raises((RuntimeError, TimeoutError)):
-                store.wait(["none"], timedelta(milliseconds=30))
+def test_the_store_behaves_as_torchs_own(server):
+    (member,) = first_view(server, 1)
+    stewards, own = StewardStore(member, 5), dist.HashStore()
+    for store in (dist.PrefixStore("a", stewards), dist.PrefixStore("a", own)):
+        store.set("bytes", EVERY_BYTE)
+        store.set("text", "12")
+        assert store.get("bytes") == EVERY_BYTE
+        assert store.get("text") == b"12"
+        assert store.add("text", 5) == 17
+        assert store.add("new", -2) == -2
+        assert store.get("text") == b"17"
+        assert store.check(["bytes", "text"])
+        assert not store.check(["bytes", "none"])
+        assert store.compare_set("compared", "", "first") == b"first"
+        assert store.compare_set("compared", "other", "second") == b"first"
+        assert store.compare_set("compared", "first", "second") == b"second"
+        assert store.compare_set("absent", "other", "second") == b"other"
+        store.wait(["bytes", "compared"])
+        assert store.delete_key("bytes")
+        assert not store.delete_key("bytes")
+        with pytest.raises((RuntimeError, TimeoutError)):
+            store.wait(["none"], timedelta(milliseconds=30))
 
 
-def test_a_store_whose_view_is_over_refuses_everything():
-    with serving() as server:
-        one, two = first_view(server, 2)
-        stewards = StewardStore(one, 60)
-        store = dist.PrefixStore("a", stewards)
-        threading.Timer(0.2, two.close).start()
-        with pytest.raises(GenerationOver, match="process 1 has died"):
-            store.get("never")
-        with pytest.raises(GenerationOver):
-            store.set("late", "value")
+def test_a_store_whose_view_is_over_refuses_everything(server):
+    one, two = first_view(server, 2)
+    stewards = StewardStore(one, 60)
+    store = dist.PrefixStore("a", stewards)
+    threading.Timer(0.2, two.close).start()
+    with pytest.raises(GenerationOver, match="process 1 has died"):
+        store.get("never")
+    with pytest.raises(GenerationOver):
+        store.set("late", "value")
 
 
 def test_shutting_down_frees_whoever_waits_in_gloo_and_spares_all_other_sockets():

@@ -3,52 +3,44 @@ one history.
 """
 
 import json
-import sys
 
 import pytest
 
-from tests.processes import ROOT, run
+from tests.launch.counting import counting, start
 
-RANK = str(ROOT / "tests" / "elastic" / "counting_rank.py")
-TORTURE = str(ROOT / "tests" / "elastic" / "torture.py")
 STEPS = 150
-pytestmark = pytest.mark.ranks
+# also before it connects, during a recovery, and two at once
+KILLED = """
+import random
+draws = random.Random(f'%d {number}')
+def die():
+    time.sleep(draws.choice([0.0, 0.003, 0.03, 0.2, 0.4, 0.8]))
+    os.kill(os.getpid(), signal.SIGKILL)
+if number != '%d' and draws.random() < 0.7:
+    if draws.random() < 0.8:
+        when_counting(die)
+    else:
+        threading.Thread(target=die, daemon=True).start()
+count()
+"""
 
 
-def finished_steps(folder):
-    """Every step that any process has finished, also a process that was killed then."""
-    lines = [line for log in folder.glob("*.log") for line in log.read_text().splitlines()]
-    return [tuple(json.loads(line)) for line in lines]
-
-
-def check_histories(folder, steps):
-    """All histories, of which there must be one or more, are equal, and hold every step that
-    anybody has finished.
-    """
-    histories = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    assert histories
-    assert all(history == histories[0] for history in histories)
-    assert len(histories[0]) == steps
-    for step, contributions in enumerate(histories[0]):
-        assert contributions == [100 * step + rank for rank in range(len(contributions))]
-    for step, contributions in finished_steps(folder):
-        assert histories[0][step] == contributions
-    return histories[0]
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize("seed", range(6))
 def test_random_kills_lose_no_finished_step(seed, tmp_path):
-    command = [
-        sys.executable,
-        TORTURE,
-        str(seed),
-        str(tmp_path),
-        RANK,
-        str(tmp_path),
-        str(STEPS),
-        "0.01",
-    ]
-    done = run(command)
+    """One process lives, and so its state. In two of three jobs the dead are replaced."""
+    ranks, respawn = (4, "RespawnLimits(20, 0.02, 0.0)") if seed % 3 else (8, None)
+    script = counting(tmp_path, KILLED % (seed, seed % ranks), STEPS)
+    done = start(f"ElasticLimits({ranks}, respawn={respawn})", script)
     assert done.returncode == 0, done.stdout[-4000:]
-    check_histories(tmp_path, STEPS)
-    assert done.stdout.count("was killed by signal 9") >= 1, done.stdout[-4000:]
+    assert done.stdout.count("was killed by signal 9") >= 2, done.stdout[-4000:]
+    histories = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert histories
+    assert all(history == histories[0] for history in histories)
+    assert len(histories[0]) == STEPS
+    for step, contributions in enumerate(histories[0]):
+        assert contributions == [100 * step + rank for rank in range(len(contributions))]
+    # every step that any process has finished, also a process that was killed then
+    for log in tmp_path.glob("*.log"):
+        for step, contributions in map(json.loads, log.read_text().splitlines()):
+            assert histories[0][step] == contributions

@@ -1,12 +1,8 @@
 """Training loops that the tests of this folder have an engine run, and data for them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -19,29 +15,29 @@ EPOCHS = 3
 
 
 class Regression(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
         )
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+    def training_step(self, batch, index):
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
         self.log("loss", loss, sync_dist=True)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def samples() -> TensorDataset:
+def samples():
     torch.manual_seed(1)
     x = torch.randn(48, 8)
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
-def trained(strategy: Any, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
+def trained(strategy, ckpt_path=None, **options):
     """Fit on this worker. Returns what the ranks have to agree on, and where they were."""
     L.seed_everything(2)
     model = Regression()
@@ -72,12 +68,12 @@ class KilledOnce(L.Callback):
     once the engine has written ``checkpoint`` (a file's name) into ``folder``. The file
     ``folder/killed`` says that it has done so."""
 
-    def __init__(self, folder: Path, checkpoint: str, *, parent: bool = False) -> None:
+    def __init__(self, folder, checkpoint, *, parent=False):
         self._folder = folder
         self._checkpoint = checkpoint
         self._parent = parent
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         killed = self._folder / "killed"
         if trainer.global_rank != 1 or trainer.current_epoch != 1 or killed.exists():
             return

@@ -1,11 +1,7 @@
 """Ray Train starts, places and watches the ranks; it runs here as it does on a cluster."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[None]:
+def two_nodes():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -38,7 +34,7 @@ def two_nodes() -> Iterator[None]:
             cluster.shutdown()
 
 
-def fit(folder: Path, num_workers: Any = 2, cpus: int = 1, **config: Any) -> list[dict[str, Any]]:
+def fit(folder, num_workers=2, cpus=1, **config):
     """What each worker's fit returned, by rank. ``config`` is that of `_loop`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -57,7 +53,7 @@ def fit(folder: Path, num_workers: Any = 2, cpus: int = 1, **config: Any) -> lis
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*"))]
 
 
-def _loop(config: dict[str, Any]) -> None:
+def _loop(config):
     """``strategy`` is "ring", "ring_sharded" or, for Ray's own, "ddp"; ``kill`` is "worker" or
     "node", the process of Ray that stands for a node."""
     from ray.train import get_checkpoint, get_context
@@ -65,7 +61,7 @@ def _loop(config: dict[str, Any]) -> None:
 
     folder = Path(config["folder"])
     strategy = config.get("strategy", "ring")
-    callbacks: list[Any] = [RayTrainReportCallback()] if config.get("report") else []
+    callbacks = [RayTrainReportCallback()] if config.get("report") else []
     if config.get("kill"):
         snapshot, node = "checkpoint_manager_snapshot.json", config["kill"] == "node"
         callbacks.append(KilledOnce(folder, snapshot, parent=node))
@@ -82,7 +78,7 @@ def _loop(config: dict[str, Any]) -> None:
     (folder / f"rank{get_context().get_world_rank()}").write_text(json.dumps(said))
 
 
-def weights(said: list[dict[str, Any]]) -> Any:
+def weights(said):
     assert all(one["weights"] == said[0]["weights"] for one in said)
     return said[0]["weights"]
 

@@ -48,7 +48,6 @@ READ_AT_START = (
 READ_LATER = ("KMP_DUPLICATE_", "KMP_INIT_", "LIGHTNING_RING_", "PYTORCH_NVML_", "TORCHELASTIC_")
 READ_LATER += ("TORCHINDUCTOR_", "TORCH_NCCL_")
 ENTERED = ("net", "uts", "mnt")  # namespaces: those of a made-up host (`tests/hosts.py`)
-INHERITED = "RING_STORE_FD"  # a file descriptor that a launcher leaves to rank 0
 OPTIONS = ("-B", "-u", "-W")  # of Python, that a forked rank heeds
 
 
@@ -164,8 +163,6 @@ class Server:
                 raise OSError(ctypes.get_errno(), f"the namespace {name}")
             os.close(space)
         env = request["env"]
-        for inherited in files[3 + len(ENTERED) :]:
-            env[INHERITED] = str(inherited)
         os.sched_setaffinity(0, request["cores"])
         os.chdir(request["folder"])
         of_imports = {name: value for name, value in os.environ.items() if name not in self._env}
@@ -248,22 +245,18 @@ def ask_for_rank(arguments):
     env = dict(os.environ)
     request = {"arguments": arguments, "env": env, "folder": os.getcwd(), "session": os.getsid(0)}
     request |= {"namespaces": namespaces(), "cores": sorted(os.sched_getaffinity(0))}
-    inherited = [int(env[INHERITED])] if INHERITED in env else []
     spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in ENTERED]
     server = socket.socket(socket.AF_UNIX)
     answers = server.makefile()
     pid = 0
     with contextlib.suppress(OSError):  # no server
         server.connect(f"{env.get(ADDRESS, '')}-{int(rank) % 2}")
-        socket.send_fds(
-            server, [json.dumps(request).encode() + b"\n"], [0, 1, 2, *spaces, *inherited]
-        )
+        socket.send_fds(server, [json.dumps(request).encode() + b"\n"], [0, 1, 2, *spaces])
         pid = int(answers.readline() or 0)
     if not pid:
         answers.close()
         server.close()
-    # what is inherited is closed when the rank dies
-    for number in [*spaces, *inherited] if pid else spaces:
+    for number in spaces:
         os.close(number)
     if not pid:
         return

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.gradients.compression import DGC, FP16, ErrorFeedback, Int8, TernGrad
-from lightning_ring.gradients.compression.int8 import FourBit
 from lightning_ring.gradients.sharded_gradient import sum_of_squares
 from tests.compressors import COMPRESSORS
 from tests.fake_gpu import HostWaits, NoHostWaits, fake_gpu
@@ -27,7 +26,6 @@ class WithoutDriver(TernGrad):
 WITH_MORE = COMPRESSORS | {
     "int8 with error feedback": lambda: ErrorFeedback(Int8(0)),
     "fp16 with error feedback": lambda: ErrorFeedback(FP16()),
-    "4 bits": lambda: FourBit(0),
     "terngrad": lambda: WithoutDriver(min_numel=0),
     "dgc, clipping": lambda: DGC(0.1, clip_norm=1.0, warmup_steps=0, min_numel=0),
 }

@@ -1,7 +1,5 @@
 """`hvd.elastic`: ranks that die and come, and what a state keeps."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -13,7 +11,7 @@ import torch
 import lightning_ring.horovod as hvd
 from lightning_ring.horovod.elastic import sampler as sampler_module
 from tests import forked
-from tests.processes import ROOT, run
+from tests.processes import ON_THIS_HOST, RINGRUN, ROOT, executable, run
 
 # the package names the function
 run_module = importlib.import_module("lightning_ring.horovod.elastic.run")
@@ -22,27 +20,15 @@ EVERY_SAMPLE = {(epoch, index) for epoch in range(2) for index in range(48)}
 
 
 def elastic_job(folder, *options, size, deaths, **env):
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", *options]
-    script = [
-        sys.executable,
-        "-m",
-        "lightning_ring.horovod",
-        SCRIPT,
-        str(folder),
-        str(size),
-        deaths,
-    ]
-    done = run([*ringrun, *script], **forked.ranks(), **env)
+    ringrun = [*RINGRUN, *options, sys.executable, "-m", "lightning_ring.horovod", SCRIPT]
+    done = run([*ringrun, str(folder), str(size), deaths], **forked.ranks(), **env)
     assert done.returncode == 0, done.stdout
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     first = next(iter(found.values()))
     for one in found.values():
         assert one["result"] == "trained"
-        assert (one["weights"], one["momentum"], one["used"]) == (
-            first["weights"],
-            first["momentum"],
-            first["used"],
-        )
+        for name in ("weights", "momentum", "used"):
+            assert one[name] == first[name], name
         assert one["sum"] == one["size"] == len(found), "collectives go on after the training"
     used = Counter(map(tuple, first["used"]))
     assert set(used) == EVERY_SAMPLE
@@ -67,19 +53,9 @@ def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joi
 @pytest.mark.ranks
 def test_the_last_rank_of_two_hosts_goes_on_alone(tmp_path):
     """Between hosts the collectives are Gloo's; alone an optimizer reduces nothing."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
-    ssh.chmod(0o755)
-    found = elastic_job(
-        tmp_path,
-        "-H",
-        "localhost:1,elsewhere:1",
-        "--min-np",
-        "1",
-        size=2,
-        deaths="0:1:3",
-        RING_SSH=str(ssh),
-    )
+    options = ["-H", "localhost:1,elsewhere:1", "--min-np", "1"]
+    ssh = executable(tmp_path / "ssh", ON_THIS_HOST)
+    found = elastic_job(tmp_path, *options, size=2, deaths="0:1:3", RING_SSH=ssh)
     assert set(found) == {"1"}
     assert found["1"]["resets"] == [[0, 1]]
     assert len(found["1"]["errors"]) == 1
@@ -116,15 +92,13 @@ def test_a_sampler_deals_out_the_rest_of_an_epoch(monkeypatch):
     one = samplers(1, two[0].state_dict())[0]
     assert len(one) == 11
     assert not set(one) & two[0].processed_indices
-    four = samplers(4, one.state_dict())
-    assert [len(list(each)) for each in four] == [3] * 4
+    for state, share in ((one.state_dict(), 3), ({"epoch": 0, "processed_num": 25}, 1)):
+        assert [len(list(each)) for each in samplers(4, state)] == [share] * 4
     one = samplers(1)[0]
     before = list(one)
     one.set_epoch(1)
     assert sorted(one) == list(range(26))
     assert list(range(26)) != list(one) != before
-    few = samplers(4, {"epoch": 0, "processed_num": 25})
-    assert [len(list(each)) for each in few] == [1] * 4
 
 
 @pytest.mark.usefixtures("alone")
@@ -138,19 +112,19 @@ def test_a_state_goes_back_to_its_last_commit():
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
 
+    def values():
+        momentum = optimizer.state[model.weight]["momentum_buffer"]
+        return model.weight.item(), momentum.item(), state.epoch, state.best
+
     step()
     state.epoch, state.best = 1, [2]
     state.commit()
-    weight, momentum = model.weight.item(), optimizer.state[model.weight]["momentum_buffer"].item()
+    kept = values()
     for _ in range(2):  # what is restored is not the kept copy itself
         step()
         state.epoch = 7
         state.restore()
-        assert (model.weight.item(), optimizer.state[model.weight]["momentum_buffer"].item()) == (
-            weight,
-            momentum,
-        )
-        assert (state.epoch, state.best) == (1, [2])
+        assert values() == kept
     other = torch.nn.Linear(1, 1, bias=False)
     state.model = other
     kept = other.weight.item()
@@ -161,32 +135,19 @@ def test_a_state_goes_back_to_its_last_commit():
 
 
 @pytest.mark.usefixtures("alone")
-def test_run_calls_again_after_an_interrupt_and_raises_other_errors():
-    calls = []
-    state = hvd.elastic.TorchState(batch=0)
-    state.register_reset_callbacks([lambda: calls.append("reset")])
-
+def test_an_error_is_raised_in_a_job_that_does_not_go_on_when_ranks_die():
     @hvd.elastic.run
-    def train(state, name, error=None):
-        calls.append("train")
-        if error is not None:
-            raise error("wrong")
-        if state.batch == 0:
-            state.batch = 1
-            state.on_hosts_updated(0.0, 1)
-            state.commit()
-        return name
+    def train(state):
+        raise hvd.HorovodInternalError("wrong")
 
-    assert train(state, name="done") == "done"
-    assert calls == ["train", "reset", "train"]
-    with pytest.raises(hvd.HorovodInternalError):  # no job that goes on when ranks die
-        train(state, "", error=hvd.HorovodInternalError)
+    with pytest.raises(hvd.HorovodInternalError, match="wrong"):
+        train(hvd.elastic.TorchState(batch=0))
 
 
 def test_an_error_that_no_death_explains_is_raised_after_some_attempts(monkeypatch):
     class Views:
         has_state = False
-        members: tuple[int, ...] = (0, 1)
+        members = (0, 1)
 
         def is_over(self, error):
             return isinstance(error, hvd.HorovodInternalError)
@@ -197,7 +158,7 @@ def test_an_error_that_no_death_explains_is_raised_after_some_attempts(monkeypat
 
         restore = save = lambda self: None
 
-    views, calls = Views(), list[str]()
+    views, calls = Views(), []
     monkeypatch.setattr(run_module, "elastic_views", lambda: views)
 
     def train(state):

@@ -3,7 +3,6 @@ one changed import.
 """
 
 import re
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.horovod.variables import cpu_backend
 from tests import forked
 from tests.battery import check_names
-from tests.processes import ROOT, mpirun_command, run
+from tests.processes import RINGRUN, ROOT, mpirun_command, run
 
 MODULE = "tests.checks.horovod"
 ON_FOUR_RANKS = (
@@ -24,6 +23,7 @@ ON_FOUR_RANKS = (
     "check_join_takes_part_in_gradients_with_zeros",
     "check_optimizers_over_process_sets_are_counted_by_set",
 )
+TWO_RANKS = [*RINGRUN, "--no-mpi", "-n", "2", *forked.python()]
 GUIDE = (ROOT / "docs" / "guides" / "from-horovod.md").read_text()
 
 
@@ -52,26 +52,28 @@ def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path):
     assert list(tmp_path.glob("*.pt"))
 
 
+DIES = """
+import os, signal, torch, lightning_ring.horovod as hvd
+hvd.init()
+for step in range(4):
+    if step == 2 and hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    handle = hvd.allreduce_async(torch.ones(2), name='gradient')
+    while not hvd.poll(handle):
+        pass
+    try:
+        hvd.synchronize(handle)
+    except hvd.HorovodInternalError as error:
+        print('caught', type(error.__cause__).__name__)
+        raise
+print('the end')
+"""
+
+
 @pytest.mark.ranks
 def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "import os, signal, torch, lightning_ring.horovod as hvd\n"
-        "hvd.init()\n"
-        "for step in range(4):\n"
-        "    if step == 2 and hvd.rank() == 1:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    handle = hvd.allreduce_async(torch.ones(2), name='gradient')\n"
-        "    while not hvd.poll(handle):\n"
-        "        pass\n"
-        "    try:\n"
-        "        hvd.synchronize(handle)\n"
-        "    except hvd.HorovodInternalError as error:\n"
-        "        print('caught', type(error.__cause__).__name__)\n"
-        "        raise\n"
-        "print('the end')\n"
-    )
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2"]
-    done = run([*ringrun, *forked.python(), str(tmp_path / "script.py")])
+    (tmp_path / "script.py").write_text(DIES)
+    done = run([*TWO_RANKS, str(tmp_path / "script.py")])
     assert done.returncode == 137, done.stdout
     assert "caught PeerFailedError" in done.stdout
     assert "rank 0 ends: rank 1 (host" in done.stdout
@@ -79,17 +81,25 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path):
     assert "the end" not in done.stdout
 
 
+LEAVES = """
+import sys, torch, lightning_ring.horovod as hvd
+hvd.init()
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+for step in range(4):
+    if step == 2 and hvd.rank() == 1:
+        sys.exit(0)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+print('the end')
+"""
+
+
 @pytest.mark.ranks
 def test_a_rank_that_ends_early_ends_the_job(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "import sys, torch, lightning_ring.horovod as hvd\nhvd.init()\nmodel = torch.nn.Linear(3, "
-        "2)\noptimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "
-        "model.named_parameters())\nfor step in range(4):\n    if step == 2 and hvd.rank() == 1:\n"
-        "        sys.exit(0)\n    model(torch.ones(4, 3)).sum().backward()\n    optimizer.step()\n"
-        "print('the end')\n"
-    )
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2"]
-    done = run([*ringrun, *forked.python(), str(tmp_path / "script.py")])
+    (tmp_path / "script.py").write_text(LEAVES)
+    done = run([*TWO_RANKS, str(tmp_path / "script.py")])
     assert done.returncode == 1, done.stdout
     assert (
         "rank 0 failed: HorovodInternalError: the Horovod API was shut down on rank 1"
@@ -139,10 +149,6 @@ def test_bad_arguments_of_the_optimizer(arguments, expected):
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=expected):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
-
-
-def test_all_names_are_there():
-    assert all(hasattr(hvd, name) for name in hvd.__all__)
 
 
 def test_an_unknown_library_is_refused(monkeypatch):

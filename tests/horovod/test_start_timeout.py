@@ -29,8 +29,6 @@ def test_ranks_that_do_not_meet_in_time_end(monkeypatch, capsys):
 
 def test_a_time_that_is_none(monkeypatch):
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
-    with pytest.raises(
-        ConfigurationError,
-        match="HOROVOD_START_TIMEOUT='soon': expected a number of seconds above 0",
-    ):
+    told = "HOROVOD_START_TIMEOUT='soon': expected a number of seconds above 0"
+    with pytest.raises(ConfigurationError, match=told):
         within_start_timeout().__enter__()

@@ -1,6 +1,7 @@
 """GPUs of three vendors, by torch's modules; none of them need be there."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,66 +13,38 @@ from lightning_ring.tools.bench.session import choose_device
 from lightning_ring.tools.doctor import torch_facts
 
 
-class FakeModule(SimpleNamespace):
-    """``torch.xpu`` of a machine with two GPUs."""
-
-    def __init__(self):
-        super().__init__(
-            device_count=lambda: 2,
-            is_available=lambda: True,
-            is_initialized=lambda: True,
-            init=lambda: None,
-            set_device=lambda index: None,
-            get_device_properties=lambda index: SimpleNamespace(
-                name="Max 1550", total_memory=64 << 30
-            ),
-        )
-
-
 @pytest.fixture
 def intel(monkeypatch):
-    module = FakeModule()
-    none = SimpleNamespace(
-        device_count=lambda: 0, is_available=lambda: False, is_initialized=lambda: False
-    )
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda device: module if device.type == "xpu" else none
-    )
-    return module
+    """As if this machine had two GPUs of ``torch.xpu``."""
+    modules = {"xpu": MagicMock(), "cuda": MagicMock()}
+    for module, count in zip(modules.values(), (2, 0), strict=True):
+        module.device_count.return_value = count
+        module.is_available.return_value = module.is_initialized.return_value = count > 0
+    properties = SimpleNamespace(name="Max 1550", total_memory=64 << 30)
+    modules["xpu"].get_device_properties.return_value = properties
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
 
 
 def test_each_kind_has_its_library():
     info = RankInfo(0, 2, 0, 2, 0, 1, "torchrun")
     kinds = ("cuda", "xpu", "cpu")
-    assert [_chosen("auto", info, torch.device(kind)) for kind in kinds] == [
-        "nccl",
-        "xccl",
-        "shared memory",
-    ]
-    assert [accelerator.is_gpu(torch.device(kind)) for kind in (*kinds, "mps")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    chosen = [_chosen("auto", info, torch.device(kind)) for kind in kinds]
+    assert chosen == ["nccl", "xccl", "shared memory"]
+    gpus = [kind for kind in (*kinds, "mps") if accelerator.is_gpu(torch.device(kind))]
+    assert gpus == ["cuda", "xpu"]
 
 
 def test_the_modules_of_torch_have_the_same_names():
-    names = (
-        "Event Stream current_stream stream synchronize memory_allocated memory_reserved "
-        "max_memory_allocated"
-    )
-    names += (
-        " get_device_name get_device_properties device_count is_available is_initialized init "
-        "set_device"
-    )
-    names += " get_rng_state_all set_rng_state"
+    names = """Event Stream current_stream stream synchronize memory_allocated memory_reserved
+        max_memory_allocated get_device_name get_device_properties device_count is_available
+        is_initialized init set_device get_rng_state_all set_rng_state"""
     for kind in accelerator.COLLECTIVES:
         module = accelerator.gpu_module(torch.device(kind))
         assert [name for name in names.split() if not hasattr(module, name)] == []
 
 
-def test_the_bench_and_the_doctor_find_gpus_of_any_kind(intel, monkeypatch):
+@pytest.mark.usefixtures("intel")
+def test_the_bench_and_the_doctor_find_gpus_of_any_kind(monkeypatch):
     info = RankInfo(1, 2, 1, 2, 0, 1, "torchrun")
     for asked in ("auto", "gpu", "xpu"):
         assert choose_device(asked, info) == torch.device("xpu", 1)

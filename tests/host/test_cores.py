@@ -13,11 +13,6 @@ def test_cores_follow_the_quota_of_the_container(tmp_path):
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert available_cores(root=tmp_path) == 1
     assert available_cores(64, root=tmp_path) == 1
-    (tmp_path / "cpu.max").unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("100000\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert available_cores(root=tmp_path) == 1
 
 
 def test_quotas_of_all_groups_over_a_process_count(tmp_path):

@@ -36,25 +36,15 @@ if number := os.environ.get("RING_STOP_SIGNAL"):
 print(f"rank {info.rank} of {info.world_size} is up, {info.source}", flush=True)
 
 
-def wait_for_the_others(seconds=600):
+def wait_for_the_others(check):
     begin = time.monotonic()
-    while (waited := time.monotonic() - begin) < seconds:
-        watch.check(waited)
+    while (waited := time.monotonic() - begin) < 600:
+        check(waited)
         time.sleep(0.01)
 
 
-def wait_deaf(seconds=600):
-    begin = time.monotonic()
-    while time.monotonic() - begin < seconds:
-        time.sleep(0.01)
-
-
-def joined():
-    store.set(f"joined{info.rank}", "1")
-    store.wait([f"joined{rank}" for rank in range(info.world_size)])
-
-
-joined()
+store.set(f"joined{info.rank}", "1")
+store.wait([f"joined{rank}" for rank in range(info.world_size)])
 if action == "finish":
     time.sleep(0.3 * info.rank)  # rank 0 ends first
 elif action == "raise-all-caught":
@@ -69,7 +59,7 @@ elif action == "raise-all-caught":
 elif action == "gloo" and info.rank != 1:  # it sees a closed connection, not why
     torch.distributed.all_reduce(torch.ones(1))
 elif action in ("sleep", "wait") or info.rank != 1:
-    wait_deaf() if action == "sleep" else wait_for_the_others()
+    wait_for_the_others(float if action == "sleep" else watch.check)
 elif action in ("raise", "gloo"):
     raise ValueError("no such photo")
 elif action == "exit-3":

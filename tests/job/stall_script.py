@@ -44,7 +44,6 @@ def stop_for(seconds):
 
 
 def meet(job, name):
-    assert job.communicator is not None
     tensor = torch.ones(1000)
     job.communicator.all_reduce_(tensor, name=name).wait()
     assert tensor[0] == job.info.world_size
@@ -64,7 +63,6 @@ def main():
     rank = info.rank
     (FOLDER / f"pid.{rank}").write_text(str(os.getpid()))
     training = Training()
-    assert job.stalls is not None
     job.stalls.tell_progress(training.progress)
     backend = sys.argv[2] if len(sys.argv) > 2 else "auto"
     open_communicator(job, backend, CPU, timedelta(seconds=60), WARNING)

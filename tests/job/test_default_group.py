@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import PeerFailedError
 from lightning_ring.job.job import Job, Lasting
-from lightning_ring.job.ranks import RankInfo
+from lightning_ring.job.ranks import SINGLE, RankInfo
 
 
 def test_an_attempt_that_failed_does_not_rename_the_next_group():
@@ -24,46 +25,26 @@ def test_an_attempt_that_failed_does_not_rename_the_next_group():
         with pytest.raises(RuntimeError):
             alone.open_default_group()  # the other rank never comes
     assert not dist.is_initialized()
-    Job(
-        RankInfo(0, 1, 0, 1, 0, 1, "ringrun"), [], dist.HashStore(), lasting=lasting
-    ).open_default_group()
-    try:
-        assert dist.group.WORLD is not None
-        assert dist.group.WORLD.group_name == "0"
-    finally:
-        dist.destroy_process_group()
+    Job(SINGLE, [], dist.HashStore(), lasting=lasting).open_default_group()
+    assert dist.group.WORLD.group_name == "0"
 
 
 def test_every_backend_of_a_default_group_waits_longer_than_it_opens(monkeypatch):
     """NCCL's watchdog ends a process whose SyncBatchNorm waits for a rank longer than that."""
-    set_to = {}
-
-    def backend(device):
-        return SimpleNamespace(
-            _set_default_timeout=lambda limit: set_to.__setitem__(device.type, limit)
-        )
-
-    kinds = [torch.device("cpu"), torch.device("cuda")]
-    group = SimpleNamespace(_device_types=kinds, _get_backend=backend)
-    fakes = {
-        "is_initialized": lambda: False,
-        "is_backend_available": lambda name: True,
-        "init_process_group": lambda *args, **kwargs: None,
-        "group": SimpleNamespace(WORLD=group),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(dist, name, fake)
+    backends = {torch.device("cpu"): Mock(), torch.device("cuda"): Mock()}
+    fakes = {"is_initialized": False, "is_backend_available": True, "init_process_group": None}
+    for name, answer in fakes.items():
+        monkeypatch.setattr(dist, name, Mock(return_value=answer))
+    group = SimpleNamespace(_device_types=list(backends), _get_backend=backends.get)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
     minutes = timedelta(minutes=5)
-    Job(
-        RankInfo(0, 2, 0, 2, 0, 1, "ringrun"),
-        [],
-        dist.HashStore(),
-        device=torch.device("cuda:0"),
-        timeout=minutes,
-        lasting=Lasting(lambda: None, KeptMemory()),
-    ).open_default_group()
+    settings = {"device": torch.device("cuda:0"), "timeout": minutes}
+    lasting = Lasting(lambda: None, KeptMemory())
+    info = RankInfo(0, 2, 0, 2, 0, 1, "ringrun")
+    Job(info, [], dist.HashStore(), lasting=lasting, **settings).open_default_group()
     monkeypatch.undo()
-    assert set_to == {"cpu": minutes, "cuda": minutes}
+    for backend in backends.values():
+        backend._set_default_timeout.assert_called_once_with(minutes)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -77,15 +58,12 @@ def test_on_gpus_a_fit_after_a_broken_one_has_a_default_group_of_its_own(broken,
 
     monkeypatch.setattr("lightning_ring.job.job.is_gpu", lambda device: True)
     monkeypatch.setattr("lightning_ring.job.job._abort_process_group", abort)
-    job = Job(RankInfo(0, 1, 0, 1, 0, 1, "ringrun"), [], dist.HashStore())
+    job = Job(SINGLE, [], dist.HashStore())
     job.open_default_group()
-    try:
-        before = dist.group.WORLD
-        job.policy = WaitPolicy(timedelta(seconds=9))
-        if broken:
-            job.policy.fail(PeerFailedError("rank 1 is gone"))
-        job.start_fit()
-        assert (dist.group.WORLD is not before) == broken
-        assert aborted == [before] * broken
-    finally:
-        dist.destroy_process_group()
+    before = dist.group.WORLD
+    job.policy = WaitPolicy(timedelta(seconds=9))
+    if broken:
+        job.policy.fail(PeerFailedError("rank 1 is gone"))
+    job.start_fit()
+    assert (dist.group.WORLD is not before) == broken
+    assert aborted == [before] * broken

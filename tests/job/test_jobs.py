@@ -5,31 +5,29 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import forked
 from tests.processes import (
+    RINGRUN,
     ROOT,
     assert_gone,
-    clean_env,
-    default_signals,
-    end_session,
     mpi_family,
     mpirun_command,
     mpirun_path,
+    started,
+    written_pids,
 )
 
 SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
-RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
+
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
 pytestmark = pytest.mark.ranks
 # the others are about what launcher and rank see of each other
-FORKED = ("finish", "raise", "raise-all-caught", "caught-exit")
+FORKED = ("raise", "raise-all-caught", "caught-exit")
 AT_ONCE = 60.0  # seconds, within which a job ends whose ranks would wait for 600
 
 
@@ -43,70 +41,35 @@ def started_by(launcher, action, folder):
     return [*RINGRUN, "-n", "2", *(["--no-mpi"] if launcher == "plain" else []), *script]
 
 
-class Job:
-    def __init__(self, process, folder):
-        self.process = process
-        self._folder = folder
-
-    def rank_pids(self):
-        """Pids of both ranks, once they are up."""
-        files = [self._folder / f"pid.{rank}" for rank in range(2)]
-        deadline = time.monotonic() + 150
-        while not all(file.exists() and file.read_text() for file in files):
-            assert time.monotonic() < deadline, "the ranks did not come up"
-            assert self.process.poll() is None, self.process.communicate()[0]
-            time.sleep(0.05)
-        return [int(file.read_text()) for file in files]
-
-    def finish(self):
-        """Exit code and output; fails if the job goes on."""
-        output, _ = self.process.communicate(timeout=AT_ONCE)
-        return self.process.returncode, output
-
-
 @contextlib.contextmanager
 def job(launcher, action, folder, **env):
-    process = subprocess.Popen(
-        started_by(launcher, action, folder),
-        env=clean_env(**env, **(forked.ranks() if action in FORKED else {})),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=default_signals,
-    )
-    begun = Job(process, folder)
-    try:
-        yield begun
-    finally:
-        end_session(process)
-        # ranks that ringrun started live in sessions of their own
-        for file in folder.glob("pid.*"):
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(file.read_text()), signal.SIGKILL)
-        process.communicate(timeout=60)
+    """The launcher, and the pids of both ranks, once they are up."""
+    env |= forked.ranks() if action in FORKED else {}
+    with started(started_by(launcher, action, folder), **env) as process:
+        pids = written_pids(process, [folder / f"pid.{rank}" for rank in range(2)])
+        try:
+            yield process, pids
+        finally:
+            for pid in pids:  # those that ringrun started live in sessions of their own
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def ended(launcher, action, folder, act=lambda process, pids: None, **env):
+    """Pids, exit code and output, after ``act(launcher, pids)``; fails if anything goes on."""
+    with job(launcher, action, folder, **env) as (process, pids):
+        act(process, pids)
+        output, _ = process.communicate(timeout=AT_ONCE)
+        assert_gone(pids)
+    return pids, process.returncode, output
 
 
 LAUNCHERS = [pytest.param("mpirun", marks=needs_mpirun), "plain"]
 
 
-@needs_mpirun
-def test_normal_end(tmp_path):
-    with job("mpirun", "finish", tmp_path) as ranks:
-        code, output = ranks.finish()
-    assert code == 0, output
-    assert "rank 0 of 2 is up" in output
-    assert "rank 1 of 2 is up" in output
-    assert (tmp_path / "end.0").exists()
-    assert (tmp_path / "end.1").exists()
-
-
 @pytest.mark.parametrize("launcher", ["plain", "torchrun"])
 def test_a_rank_that_raises_outside_fit(launcher, tmp_path):
-    with job(launcher, "raise", tmp_path) as ranks:
-        pids = ranks.rank_pids()
-        code, output = ranks.finish()
-        assert_gone(pids)
+    pids, code, output = ended(launcher, "raise", tmp_path)
     assert code == 1, output
     assert "ValueError: no such photo" in output
     assert f"rank 1 (host {os.uname().nodename}, pid {pids[1]}) failed and ends the job" in output
@@ -117,9 +80,7 @@ def test_a_rank_that_raises_outside_fit(launcher, tmp_path):
 
 
 def test_the_first_error_is_shown_not_what_it_does_to_the_other_ranks(tmp_path):
-    with job("plain", "gloo", tmp_path) as ranks:
-        pids = ranks.rank_pids()
-        code, output = ranks.finish()
+    pids, code, output = ended("plain", "gloo", tmp_path)
     assert code == 1, output
     assert output.count("Traceback") == 1, output
     assert "ValueError: no such photo" in output
@@ -129,10 +90,7 @@ def test_the_first_error_is_shown_not_what_it_does_to_the_other_ranks(tmp_path):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_killed_with_kill_9_is_named(launcher, tmp_path):
-    with job(launcher, "kill", tmp_path) as ranks:
-        pids = ranks.rank_pids()
-        code, output = ranks.finish()
-        assert_gone(pids)
+    pids, code, output = ended(launcher, "kill", tmp_path)
     family = mpi_family() if launcher == "mpirun" else ""
     assert code == (9 if family in ("mpich", "intelmpi") else 137), output
     assert "rank 1" in output.lower() or family == "mpich", "MPICH names the process only"
@@ -142,24 +100,19 @@ def test_a_rank_killed_with_kill_9_is_named(launcher, tmp_path):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sys_exit_on_one_rank_ends_the_job_with_its_code(launcher, tmp_path):
-    with job(launcher, "exit-3", tmp_path) as ranks:
-        pids = ranks.rank_pids()
-        code, output = ranks.finish()
-        assert_gone(pids)
+    _, code, output = ended(launcher, "exit-3", tmp_path)
     assert code == 3, output
     assert "exits with code 3 and ends the job" in output
 
 
 def test_all_ranks_may_raise_and_go_on(tmp_path):
-    with job("plain", "raise-all-caught", tmp_path) as ranks:
-        code, output = ranks.finish()
+    _, code, output = ended("plain", "raise-all-caught", tmp_path)
     assert code == 0, output
     assert (tmp_path / "end.0").exists()
 
 
 def test_an_exit_that_the_script_catches_is_none(tmp_path):
-    with job("plain", "caught-exit", tmp_path) as ranks:
-        code, output = ranks.finish()
+    _, code, output = ended("plain", "caught-exit", tmp_path)
     assert code == 1, output  # not 5
     assert "KeyError: 'after a caught exit'" in output
 
@@ -167,10 +120,9 @@ def test_an_exit_that_the_script_catches_is_none(tmp_path):
 @needs_mpirun
 def test_mpirun_killed_takes_the_ranks_along(tmp_path):
     before = set(Path("/dev/shm").iterdir())
-    with job("mpirun", "sleep", tmp_path) as ranks:
-        pids = ranks.rank_pids()
+    with job("mpirun", "sleep", tmp_path) as (process, pids):
         segments = {path for pid in pids for path in mapped_segments(pid)}
-        ranks.process.kill()
+        process.kill()
         assert_gone(pids)
     if mpi_family() != "mpich":  # it kills the ranks before they can remove its file of 2 MiB
         assert not [path for path in segments - before if path.exists()]
@@ -189,43 +141,41 @@ def parent_of(pid):
 def test_the_launcher_killed_takes_the_ranks_along_and_leaves_no_file(launcher, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    with job(launcher, "sleep", tmp_path, TMPDIR=str(temporary)) as ranks:
-        pids = ranks.rank_pids()
-        ranks.process.kill()
+    with job(launcher, "sleep", tmp_path, TMPDIR=str(temporary)) as (process, pids):
+        process.kill()
         assert_gone(pids)
     assert not list(temporary.glob("lightning_ring*"))
 
 
 @needs_mpirun
 def test_mpirun_killed_under_ringrun(tmp_path):
-    with job("ringrun", "sleep", tmp_path) as ranks:
-        pids = ranks.rank_pids()
-        mpirun = parent_of(pids[0])
+    killed = []
+
+    def act(process, pids):
+        killed.append(parent_of(pids[0]))
         if mpi_family() != "openmpi":  # a proxy of each host stands between
-            mpirun = parent_of(mpirun)
-        os.kill(mpirun, signal.SIGKILL)
-        code, output = ranks.finish()
-        assert_gone(pids)
+            killed.append(parent_of(killed[0]))
+        os.kill(killed[-1], signal.SIGKILL)
+
+    _, code, output = ended("ringrun", "sleep", tmp_path, act)
     assert code == 137, output
-    assert f"mpirun (pid {mpirun}) was killed by signal 9 (SIGKILL)" in output
+    assert f"mpirun (pid {killed[-1]}) was killed by signal 9 (SIGKILL)" in output
 
 
 def test_ranks_that_do_not_stop_are_ended_after_the_grace(tmp_path):
-    with job("plain", "sleep", tmp_path, RING_STOP_GRACE="1") as ranks:
-        pids = ranks.rank_pids()
-        ranks.process.terminate()
-        code, output = ranks.finish()
-        assert_gone(pids)
+    def act(process, pids):
+        process.terminate()
+
+    _, code, output = ended("plain", "sleep", tmp_path, act, RING_STOP_GRACE="1")
     assert code == 143, output
 
 
 def test_a_second_ctrl_c_ends_the_grace(tmp_path):
-    with job("plain", "sleep", tmp_path, RING_STOP_GRACE="100") as ranks:
-        pids = ranks.rank_pids()
-        ranks.process.send_signal(signal.SIGINT)
+    def act(process, pids):
+        process.send_signal(signal.SIGINT)
         # two at once would be one
-        assert any("asking the ranks to stop" in line for line in ranks.process.stdout)
-        ranks.process.send_signal(signal.SIGINT)
-        code, output = ranks.finish()
-        assert_gone(pids)
+        assert any("asking the ranks to stop" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+
+    _, code, output = ended("plain", "sleep", tmp_path, act, RING_STOP_GRACE="100")
     assert code == 130, output

@@ -4,12 +4,11 @@ import contextlib
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.hosts import INTERFACE, open_hosts, why_not
-from tests.processes import ROOT, clean_env, end_session
+from tests.hosts import INTERFACE
+from tests.processes import ROOT, started, wait_for
 
 SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
 
@@ -32,52 +31,27 @@ while True:
 """
 
 
+def start_ranks(cleanup, hosts, address, actions, folder):
+    """A plain process on each host."""
+    found = []
+    for rank, (host, action) in enumerate(zip(hosts.names, actions, strict=True)):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        place |= {"MASTER_ADDR": address, "MASTER_PORT": "29400"}
+        command = hosts.on(host, sys.executable, SCRIPT, action, str(folder))
+        found.append(cleanup.enter_context(started(command, **place)))
+    return found
+
+
 @pytest.mark.netns
-def test_both_sides_end_when_the_link_is_cut(tmp_path):
+def test_both_sides_end_when_the_link_is_cut(hosts, tmp_path):
     """Two jobs: plain processes, rank 0 waiting in a loop that checks, rank 1 in one that nothing
     can interrupt; and under mpirun two ranks on each host that reduce in the node, then across."""
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    with open_hosts(2, rate=None) as hosts, contextlib.ExitStack() as cleanup:
-
-        def start(command, **place):
-            process = subprocess.Popen(
-                command,
-                env=clean_env(**place),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            cleanup.callback(process.communicate, timeout=60)
-            cleanup.callback(end_session, process)
-            return process
-
-        master = {"MASTER_ADDR": hosts.address(hosts.names[0]), "MASTER_PORT": "29400"}
-        ranks = [
-            start(
-                hosts.on(host, sys.executable, SCRIPT, action, str(tmp_path)),
-                **{
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "LOCAL_RANK": "0",
-                    "LOCAL_WORLD_SIZE": "1",
-                },
-                **master,
-            )
-            for rank, (host, action) in enumerate(zip(hosts.names, ("wait", "sleep"), strict=True))
-        ]
-        nested = start(
-            hosts.mpirun(4, sys.executable, "-c", NESTED, str(tmp_path)),
-            OMPI_MCA_mpi_yield_when_idle="1",
-        )
-        up = [Path(tmp_path, f"pid.{rank}") for rank in range(2)] + [
-            Path(tmp_path, f"nested.{r}") for r in range(4)
-        ]
-        deadline = time.monotonic() + 90
-        while not all(file.exists() for file in up):
-            assert time.monotonic() < deadline, "the ranks did not come up"
-            time.sleep(0.1)
+    with contextlib.ExitStack() as cleanup:
+        address = hosts.address(hosts.names[0])
+        ranks = start_ranks(cleanup, hosts, address, ("wait", "sleep"), tmp_path)
+        command = hosts.mpirun(4, sys.executable, "-c", NESTED, str(tmp_path))
+        nested = cleanup.enter_context(started(command, OMPI_MCA_mpi_yield_when_idle="1"))
+        wait_for(lambda: len([*tmp_path.glob("pid.*"), *tmp_path.glob("nested.*")]) == 6, 90)
         time.sleep(1)
         hosts.cut(hosts.names[1])
         outputs = [process.communicate(timeout=120)[0] for process in ranks]
@@ -91,40 +65,20 @@ def test_both_sides_end_when_the_link_is_cut(tmp_path):
         assert ranks[rank].returncode == 1, outputs[rank]
         assert f"rank {1 - rank} (host" in outputs[rank]
         assert "the link to it is cut" in outputs[rank]
-    assert nested.returncode not in (0, None), output
+    assert nested.returncode != 0, output
     assert f"(host {hosts.names[1]}" in output
     assert "the link to it is cut" in output
     assert not left, f"{left}\n{output}"
 
 
 @pytest.mark.netns
-def test_hosts_that_have_ipv6_addresses_alone(tmp_path):
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    with open_hosts(2, rate=None) as hosts, contextlib.ExitStack() as cleanup:
+def test_hosts_that_have_ipv6_addresses_alone(hosts, tmp_path):
+    with contextlib.ExitStack() as cleanup:
         for number, host in enumerate(hosts.names):
             for words in ("-4 addr flush", f"addr add fd78::{number + 1}/64 nodad"):
                 subprocess.run(
                     ["ip", "-n", host, *words.split(), "dev", INTERFACE], check=True, timeout=20
                 )
-        ranks = []
-        for rank, host in enumerate(hosts.names):
-            process = subprocess.Popen(
-                hosts.on(host, sys.executable, SCRIPT, "finish", str(tmp_path)),
-                env=clean_env(
-                    RANK=str(rank),
-                    WORLD_SIZE="2",
-                    LOCAL_RANK="0",
-                    LOCAL_WORLD_SIZE="1",
-                    MASTER_ADDR="fd78::1",
-                    MASTER_PORT="29400",
-                ),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            cleanup.callback(end_session, process)
-            ranks.append(process)
+        ranks = start_ranks(cleanup, hosts, "fd78::1", ("finish", "finish"), tmp_path)
         outputs = [process.communicate(timeout=120)[0] for process in ranks]
         assert [process.returncode for process in ranks] == [0, 0], outputs

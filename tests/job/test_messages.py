@@ -1,5 +1,6 @@
 """Lines of JSON over a connection."""
 
+import contextlib
 import fcntl
 import resource
 import socket
@@ -11,11 +12,14 @@ import pytest
 from lightning_ring.job.watch.messages import MessageConnection
 
 
+@pytest.fixture
 def connected():
+    """A socket, and the connection that it sends to."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
-    return one, MessageConnection(other)
+    with one, contextlib.closing(MessageConnection(other)) as connection:
+        yield one, connection
 
 
 def received(connection, until_over=False, number=0):
@@ -29,8 +33,8 @@ def received(connection, until_over=False, number=0):
     return found, over
 
 
-def test_many_messages_are_not_one_that_is_too_long():
-    sender, connection = connected()
+def test_many_messages_are_not_one_that_is_too_long(connected):
+    sender, connection = connected
     line = b'{"kind": "x", "text": "' + 1000 * b"x" + b'"}\n'
     thread = threading.Thread(target=sender.sendall, args=(5000 * line,))
     thread.start()
@@ -38,26 +42,22 @@ def test_many_messages_are_not_one_that_is_too_long():
     messages, over = received(connection, number=5000)
     thread.join()
     assert (len(messages), over) == (5000, None)
-    sender.close()
-    connection.close()
 
 
-def test_a_message_without_an_end_ends_the_connection():
-    sender, connection = connected()
+def test_a_message_without_an_end_ends_the_connection(connected):
+    sender, connection = connected
     connection.longest_line = 1000
     sender.sendall(b'{"kind": "first"}\n' + 200_000 * b"x")
     messages, over = received(connection, until_over=True)
     assert ([message["kind"] for message in messages], over) == (["first"], "a message too long")
-    sender.close()
-    connection.close()
 
 
-def test_waiting_works_with_many_open_files():
+def test_waiting_works_with_many_open_files(connected):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2048:
         pytest.skip("this process may open no 2048 files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    sender, low = connected()
+    sender, low = connected
     high = MessageConnection(
         socket.socket(fileno=fcntl.fcntl(low.socket.fileno(), fcntl.F_DUPFD, 1500))
     )
@@ -67,19 +67,14 @@ def test_waiting_works_with_many_open_files():
         sender.sendall(b'{"kind": "late"}\n')
         assert received(high, number=1)[0] == [{"kind": "late"}]
     finally:
-        for used in (sender, low, high):
-            used.close()
+        high.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"kind": 1}', 9000 * b"["])
-def test_a_line_that_is_no_message_ends_the_connection(line):
-    sender, connection = connected()
+def test_a_line_that_is_no_message_ends_the_connection(connected, line):
+    sender, connection = connected
     sender.sendall(b'{"kind": "first"}\n' + line + b'\n{"kind": "late"}\n')
     messages, over = received(connection, until_over=True)
-    assert ([message["kind"] for message in messages], over) == (
-        ["first"],
-        "a line that is no message",
-    )
-    sender.close()
-    connection.close()
+    assert [message["kind"] for message in messages] == ["first"]
+    assert over == "a line that is no message"

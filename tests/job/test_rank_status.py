@@ -1,13 +1,6 @@
 """What is said about a collective that is late, from the ranks' statuses."""
 
-import threading
-import time
-from datetime import timedelta
-
-from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.job.stalls import RankStatus, own_status, stall_lines
-from tests.thread_ranks import ThreadTransport, ThreadWorld
+from lightning_ring.job.stalls import RankStatus, stall_lines
 
 LATE = 'all_reduce "bucket 4"'
 
@@ -50,29 +43,3 @@ def test_a_thousand_ranks_make_a_short_report():
     assert lines[-3].startswith("ranks 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, … are not in it either")
     assert lines[-2].startswith("ranks 500, 501, ")
     assert lines[-1].startswith("ranks 600, 601, ")
-
-
-def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
-    world, policy = ThreadWorld(2), WaitPolicy(timedelta(seconds=60))
-    comms = [
-        RingCommunicator(ThreadTransport(world, 0), policy),
-        RingCommunicator(ThreadTransport(world, 1), WaitPolicy()),
-    ]
-    assert own_status(policy, str).collective == own_status(policy, str).last == ""
-
-    def broken():
-        raise RuntimeError("the trainer is being taken apart")
-
-    waiting = threading.Thread(target=comms[0].barrier)
-    waiting.start()
-    until = time.monotonic() + 60
-    while not (status := own_status(policy, broken)).collective and time.monotonic() < until:
-        time.sleep(0.01)
-    assert (status.collective, status.progress) == ("barrier", "")
-    assert status.seconds > 0
-    comms[1].barrier()
-    waiting.join(60)
-    assert own_status(policy, lambda: "step 3").last == "barrier"
-    assert own_status(policy, lambda: "step 3").collective == ""
-    for comm in comms:
-        comm.close()

@@ -35,6 +35,33 @@ def ranks(world_size, source):
 
 
 @pytest.fixture
+def rank_0_at(monkeypatch):
+    def place(address, port):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+
+    return place
+
+
+@pytest.fixture
+def taken():
+    """The listener of another program, and its port."""
+    with socket.create_server((LOOPBACK, 0)) as other:
+        yield other, other.getsockname()[1]
+
+
+def assert_two_meet(infos):
+    def meet(info):
+        time.sleep(0.5 if info.rank == 0 else 0)  # the other comes first, and waits
+        return open_store(info, MINUTE)
+
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(meet, infos))
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
+@pytest.fixture
 def free_port():
     with reserve_port() as reserved:
         yield reserved.getsockname()[1]
@@ -57,30 +84,9 @@ def test_a_torch_whose_newer_store_takes_no_listening_socket(monkeypatch):
         return TCPStore(*args, use_libuv=use_libuv, master_listen_fd=master_listen_fd, **settings)
 
     monkeypatch.setattr(rendezvous, "TCPStore", of_torch_2_6)
-    store = rendezvous._serve("", timedelta(seconds=60))
+    store = rendezvous._serve("", MINUTE)
     store.set("key", "value")
     assert store.get("key") == b"value"
-
-
-def test_ranks_meet_at_a_known_port(monkeypatch, free_port):
-    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
-    monkeypatch.setenv("MASTER_PORT", str(free_port))
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    stores = []  # rank 0's serves the others: it has to outlive them
-    with ThreadPoolExecutor(3) as pool:
-
-        def meet(info):
-            time.sleep(0.5 if info.rank == 0 else 0)  # the others come first, and wait
-            store = open_store(info, timedelta(seconds=60))
-            stores.append(store)
-            store.set(str(info.rank), f"hello from {info.rank}")
-            return store.get(str((info.rank + 1) % 3))
-
-        assert list(pool.map(meet, ranks(3, "torchrun"))) == [
-            b"hello from 1",
-            b"hello from 2",
-            b"hello from 0",
-        ]
 
 
 def test_slurm_ranks_derive_the_same_port(monkeypatch):
@@ -88,57 +94,39 @@ def test_slurm_ranks_derive_the_same_port(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    with ThreadPoolExecutor(2) as pool:
-        stores = list(
-            pool.map(lambda info: open_store(info, timedelta(seconds=60)), ranks(2, "slurm"))
-        )
-    stores[0].set("key", "value")
-    assert stores[1].get("key") == b"value"
+    assert_two_meet(ranks(2, "slurm"))
 
 
-def test_a_port_that_is_taken_is_named_by_rank_0(monkeypatch):
-    with socket.socket() as other:
-        other.bind((LOOPBACK, 0))
-        other.listen()
-        port = other.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(
-            RankDiscoveryError, match=f"port {port} of 127.0.0.1.*in use.*MASTER_PORT"
-        ):
-            open_store(ranks(2, "torchrun")[0], timedelta(seconds=60))
+def test_a_port_that_is_taken_is_named_by_rank_0(rank_0_at, taken):
+    _, port = taken
+    rank_0_at(LOOPBACK, port)
+    with pytest.raises(RankDiscoveryError, match=f"port {port} of 127.0.0.1.*in use.*MASTER_PORT"):
+        open_store(ranks(2, "torchrun")[0], MINUTE)
 
 
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"lightning_ring other-job 1234\n", None, b""]
 )
-def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer):
+def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, rank_0_at, taken, answer):
     """torch's own store client waits for ever for a server that says nothing (``None``). Another
     one hangs up (``b""``).
     """
-    monkeypatch.setattr("lightning_ring.job.rendezvous.store.ANSWER_SECONDS", 0.5)
-    with socket.socket() as other:
-        other.bind((LOOPBACK, 0))
-        other.listen()
-        port = other.getsockname()[1]
+    monkeypatch.setattr("lightning_ring.job.rendezvous.greeting._ANSWER_SECONDS", 0.5)
+    other, port = taken
+    connections = []
 
-        def serve():
-            connection, _ = other.accept()
-            if answer:
-                connection.sendall(answer)
-            if answer != b"":
-                connections.append(connection)
+    def serve():
+        connection, _ = other.accept()
+        connection.sendall(answer or b"")
+        if answer != b"":
+            connections.append(connection)
 
-        connections = []
-        threading.Thread(target=serve, daemon=True).start()
-        monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(
-            RankDiscoveryError, match=f"Rank 1 asked 127.0.0.1:{port} .* the port is taken"
-        ):
-            open_store(ranks(2, "torchrun")[1], timedelta(seconds=60))
-        for connection in connections:
-            connection.close()
+    threading.Thread(target=serve, daemon=True).start()
+    rank_0_at(LOOPBACK, port)
+    with pytest.raises(RankDiscoveryError, match=f"Rank 1 asked 127.0.0.1:{port} .* port is taken"):
+        open_store(ranks(2, "torchrun")[1], MINUTE)
+    for connection in connections:
+        connection.close()
 
 
 def test_a_reserved_port_is_for_those_who_know_its_number():
@@ -160,10 +148,6 @@ def test_nobody_there(free_port):
 def test_missing_variables_are_named(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankDiscoveryError, match="MASTER_ADDR is ''"):
-        open_store(ranks(2, "torchrun")[1], timedelta(seconds=1))
-    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
-    monkeypatch.setenv("MASTER_PORT", "many")
-    with pytest.raises(RankDiscoveryError, match="MASTER_PORT is 'many'"):
         open_store(ranks(2, "torchrun")[1], timedelta(seconds=1))
 
 
@@ -202,15 +186,12 @@ def test_interfaces():
             assert reachable_candidates({"NCCL_SOCKET_IFNAME": name})[0] == address
 
 
-def test_ranks_of_several_nodes_listen_to_other_hosts(monkeypatch, free_port):
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(free_port))
+def test_ranks_of_several_nodes_listen_to_other_hosts(monkeypatch, rank_0_at, free_port):
+    rank_0_at("localhost", free_port)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    zero, one = (replace(info, num_nodes=2, node_rank=info.rank) for info in ranks(2, "torchrun"))
-    with ThreadPoolExecutor(2) as pool:
-        stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=60)), (zero, one)))
-    stores[0].set("key", "value")
-    assert stores[1].get("key") == b"value"
+    assert_two_meet(
+        [replace(info, num_nodes=2, node_rank=info.rank) for info in ranks(2, "torchrun")]
+    )
 
 
 def own_addresses():
@@ -228,7 +209,7 @@ def own_addresses():
 @pytest.mark.parametrize("kind", ["name of loopback", "host name", "IPv4", "IPv6 loopback", "IPv6"])
 @pytest.mark.parametrize(("num_nodes", "store_of_torchrun"), [(1, True), (2, False)])
 def test_ranks_meet_wherever_the_job_says_that_rank_0_is(
-    monkeypatch, kind, num_nodes, store_of_torchrun
+    monkeypatch, rank_0_at, kind, num_nodes, store_of_torchrun
 ):
     """The store, and then the watch, by each kind of address."""
     address = own_addresses().get(kind, "")
@@ -238,18 +219,16 @@ def test_ranks_meet_wherever_the_job_says_that_rank_0_is(
     monkeypatch.setattr(
         relay, "listen", lambda where: listeners.append(listen(where)) or listeners[-1]
     )
-    monkeypatch.setenv("MASTER_ADDR", address)
     with contextlib.ExitStack() as cleanup:
         if store_of_torchrun:
             agent = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=MINUTE)
-            monkeypatch.setenv("MASTER_PORT", str(agent.port))
+            rank_0_at(address, agent.port)
             monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         else:
-            port = cleanup.enter_context(reserve_port("")).getsockname()[1]
-            monkeypatch.setenv("MASTER_PORT", str(port))
+            rank_0_at(address, cleanup.enter_context(reserve_port("")).getsockname()[1])
         infos = [
-            RankInfo(rank, 2, rank, 2, rank if num_nodes == 2 else 0, num_nodes, "torchrun")
-            for rank in range(2)
+            replace(info, num_nodes=num_nodes, node_rank=info.rank * (num_nodes - 1))
+            for info in ranks(2, "torchrun")
         ]
 
         def meet(info):
@@ -266,18 +245,16 @@ def test_ranks_meet_wherever_the_job_says_that_rank_0_is(
             assert listeners[0].getsockname()[0] in (LOOPBACK, "::1")
 
 
-@pytest.mark.parametrize("port", ["0", "65536", "-1", "29500.0"])
-def test_a_port_that_cannot_be_one_is_refused(monkeypatch, port):
-    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
-    monkeypatch.setenv("MASTER_PORT", port)
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "29500.0", "many"])
+def test_a_port_that_cannot_be_one_is_refused(rank_0_at, port):
+    rank_0_at(LOOPBACK, port)
     for source in ("torchrun", "slurm"):
         with pytest.raises(RankDiscoveryError, match=f"MASTER_PORT is '{port}'"):
             open_store(ranks(2, source)[1], timedelta(seconds=1))
 
 
-def test_an_address_of_another_host_is_named_by_rank_0(monkeypatch, free_port):
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.200")  # an address for documentation
-    monkeypatch.setenv("MASTER_PORT", str(free_port))
+def test_an_address_of_another_host_is_named_by_rank_0(rank_0_at, free_port):
+    rank_0_at("192.0.2.200", free_port)  # an address for documentation
     with pytest.raises(
         RankDiscoveryError, match=r"MASTER_ADDR=192\.0\.2\.200 is no address of rank 0's host"
     ):

@@ -1,44 +1,34 @@
 """Elastic jobs whose ranks count steps and need no torch (`tests.elastic.counting_rank`)."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
-from pathlib import Path
 
-from tests.processes import ROOT, run
+from tests.processes import ROOT, START_ELASTIC, run
 
 RANK = str(ROOT / "tests" / "elastic" / "counting_rank.py")
 KILL = "lambda: os.kill(os.getpid(), signal.SIGKILL)"
-START = (
-    "import sys; from lightning_ring.launch.elastic import *; from "
-    "lightning_ring.elastic.steward import *; from lightning_ring.launch import elastic; from "
-    "lightning_ring.launch.hosts import Host; import os; elastic._FAIL_SECONDS = "
-    "float(os.environ.get('FAIL_SECONDS', elastic._FAIL_SECONDS)); "
-    "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], "
-    "**eval(f'dict(limits={sys.argv[1]})')).run())"
-)
-AGENT = (
-    ", hosts=[Host('localhost', 1), Host('elsewhere', 2)], line=lambda host, line: ['sh', '-c', "
-    "line]"
-)
+JOB = [sys.executable, "-c", START_ELASTIC]
+SCRIPT = """
+import os, runpy, signal, subprocess, sys, threading, time
+folder, number = %r, os.environ.get('RING_MEMBER')
+def when_counting(call):
+    def wait():
+        while not os.path.exists(f'{folder}/{number}.log'): time.sleep(0.01)
+        call()
+    threading.Thread(target=wait, daemon=True).start()
+def count():
+    sys.argv = ['', folder, '%d', '0.02']
+    runpy.run_path(%r, run_name='__main__')
+"""
 
 
-def counting(folder: Path, text: str, steps: int = 100000) -> str:
+def counting(folder, text, steps=100000):
     """A script of ``text``, in which ``count()`` takes part (`counting_rank`);
-    ``when_counting(call)`` calls later.
+    ``when_counting(call)`` calls later. ``folder`` and ``number`` are known.
     """
     script = folder / "script.py"
-    script.write_text(
-        "import os, runpy, signal, subprocess, sys, threading, time\nnumber = "
-        "os.environ.get('RING_MEMBER')\ndef when_counting(call):\n    def wait():\n        while "
-        f"not os.path.exists(f'{folder}/{{number}}.log'): time.sleep(0.01)\n        call()\n    "
-        "threading.Thread(target=wait, daemon=True).start()\ndef count():\n    sys.argv = ['', "
-        f"{str(folder)!r}, '{steps}', '0.02']\n    runpy.run_path({RANK!r}, run_name='__main__')\n"
-        + text
-    )
+    script.write_text(SCRIPT % (str(folder), steps, RANK) + text)
     return str(script)
 
 
-def start(limits: str, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", START, limits, *command], **env)
+def start(limits, *command, **env):
+    return run([*JOB, limits, sys.executable, *command], **env)

@@ -2,32 +2,25 @@
 cannot be run.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.rendezvous.door import Door, knock
-from lightning_ring.job.watch.messages import MessageConnection
 from lightning_ring.launch import agent as agent_module
 from lightning_ring.launch import remote as remote_module
 from lightning_ring.launch.agent import Agent, Order
-from lightning_ring.launch.hosts import Host, listed_hosts, parse_hosts
-from lightning_ring.launch.remote import HostLine, RemoteChild, RemoteHosts
+from lightning_ring.launch.hosts import Host
+from lightning_ring.launch.remote import RemoteChild, RemoteHosts
 
 
 @contextmanager
-def remote(
-    line: HostLine = lambda host, command: ["true"], **environ: str
-) -> Iterator[RemoteHosts]:
+def remote(line=lambda host, command: ["true"], **environ):
     hosts = RemoteHosts(["true"], environ, line)
     hosts.add(Host("b", 1))
     try:
@@ -36,11 +29,11 @@ def remote(
         hosts.close()
 
 
-def order(addresses: list[str], port: int) -> Order:
+def order(addresses, port):
     return Order("b", 1, "secret", addresses, port, 1, ["true"], "/", 1, 30.0)
 
 
-def enter(hosts: RemoteHosts, **said: object) -> MessageConnection:
+def enter(hosts, **said):
     """Say hello at the door of ``hosts`` as the agent of host b does, but for what is ``said``."""
     hello = {"host": "b", "start": 1} | said
     place = ["127.0.0.1"], hosts._door.port, hosts.secret
@@ -52,7 +45,7 @@ def enter(hosts: RemoteHosts, **said: object) -> MessageConnection:
     return knocking.result()[0]
 
 
-def test_only_the_agent_that_was_started_last_is_let_in() -> None:
+def test_only_the_agent_that_was_started_last_is_let_in():
     with remote(lambda host, command: ["sleep", "600"]) as hosts:
         with pytest.raises(PermissionError, match="no agent of host b is expected"):
             enter(hosts)
@@ -68,8 +61,8 @@ def test_only_the_agent_that_was_started_last_is_let_in() -> None:
 
 
 def test_an_agent_tries_the_next_address_where_another_program_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(agent_module, "OrphanGuard", lambda line: None)
     monkeypatch.setitem(knock.__kwdefaults__, "answer_seconds", 1.0)
     own = socket.create_server(("127.0.0.1", 0))
@@ -95,7 +88,7 @@ def test_an_agent_tries_the_next_address_where_another_program_answers(
 
 
 @pytest.mark.ranks
-def test_an_order_that_nobody_reads_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_nobody_reads_holds_nothing_up(monkeypatch):
     """ssh reads it once it is connected, which takes minutes where a host is down."""
     monkeypatch.setattr(remote_module, "_END_SECONDS", 200.0)
     began = time.monotonic()
@@ -107,7 +100,7 @@ def test_an_order_that_nobody_reads_holds_nothing_up(monkeypatch: pytest.MonkeyP
     assert time.monotonic() - began < 100  # no agent was there to be waited for
 
 
-def test_a_program_that_cannot_be_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_cannot_be_run_is_named(capsys):
     with remote(lambda host, command: ["/absent/ssh", "b"]) as hosts:
         child = RemoteChild("process 0", 0, {}, hosts.hosts["b"])
         child.start(None)
@@ -117,11 +110,3 @@ def test_a_program_that_cannot_be_run_is_named(capsys: pytest.CaptureFixture[str
         "host b is lost with 1 rank: `/absent/ssh` could not be run: No such file or directory"
         in said
     )
-
-
-def test_a_host_is_no_option_of_ssh() -> None:
-    for text in ("-F:2", "a:1,-oX"):
-        with pytest.raises(ConfigurationError, match="is not host:slots"):
-            parse_hosts(text)
-    with pytest.raises(ConfigurationError, match="is not host:slots"):
-        listed_hosts(["-F"], 1, "here")

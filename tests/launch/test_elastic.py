@@ -2,14 +2,11 @@
 of a death.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,18 +16,13 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.processes import failure_of, is_dead
 from tests.launch.counting import KILL, counting, start
-from tests.processes import run, wait_for
-
-
-def test_limits_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigurationError, match="2 ranks, at least 3 and at most 2"):
-        ElasticLimits(2, min_ranks=3)
+from tests.processes import RINGRUN, run, started, wait_for
 
 
 def test_a_process_is_not_dead_because_no_file_can_be_opened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(*_: object) -> None:
+    monkeypatch,
+):
+    def full(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
     for method in ("read_text", "iterdir"):
@@ -39,24 +31,27 @@ def test_a_process_is_not_dead_because_no_file_can_be_opened(
     assert is_dead(2**22 + 1)  # more than there can be
 
 
-def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_are_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigurationError, match="runs on Linux only, and this is darwin"):
         ElasticJob(["true"], ElasticLimits(2)).run()
 
 
+STARTS_ITSELF = """
+from lightning_ring.job.launchers import started_by_steward
+from lightning_ring.launch.script import JobFinished, elastic_script_job
+from lightning_ring.launch.elastic import ElasticLimits, RespawnLimits
+if not started_by_steward(os.environ):
+    with elastic_script_job(ElasticLimits(2, min_ranks=1, respawn=RespawnLimits())) as job:
+        raise JobFinished(job.run())
+"""
+
+
 @pytest.mark.ranks
-def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
+def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path):
     """The script starts itself as ranks; one of them is killed and replaced."""
     script = counting(
-        tmp_path,
-        "from lightning_ring.job.launchers import started_by_steward\nfrom "
-        "lightning_ring.launch.script import JobFinished, elastic_script_job\nfrom "
-        "lightning_ring.launch.elastic import ElasticLimits, RespawnLimits\nif not "
-        "started_by_steward(os.environ):\n    with elastic_script_job(ElasticLimits(2, "
-        "min_ranks=1, respawn=RespawnLimits())) as job:\n        raise JobFinished(job.run())\n"
-        f"if number == '1': when_counting({KILL})\ncount()\n",
-        steps=200,
+        tmp_path, f"{STARTS_ITSELF}if number == '1': when_counting({KILL})\ncount()", 200
     )
     done = run([sys.executable, script])
     assert done.returncode == 0, done.stdout
@@ -66,16 +61,10 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_killed_process_is_seen_to_be_dead_before_its_memory_is_free() -> None:
-    code = (
-        "import mmap; m = mmap.mmap(-1, 2**29); m[::4096] = bytes(2**17); print('ready', "
-        "flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
+def test_a_killed_process_is_seen_to_be_dead_before_its_memory_is_free():
+    code = "import mmap; m = mmap.mmap(-1, 2**29); m[::4096] = bytes(2**17); print(); input()"
+    with started([sys.executable, "-c", code]) as process:
+        process.stdout.readline()
         assert not is_dead(process.pid)
         process.kill()
         wait_for(lambda: is_dead(process.pid))
@@ -84,7 +73,7 @@ def test_a_killed_process_is_seen_to_be_dead_before_its_memory_is_free() -> None
 
 
 @pytest.mark.ranks
-def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path: Path) -> None:
+def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path):
     """Process 1 is stopped in the middle of a step, process 2 hangs before it connects."""
     script = counting(
         tmp_path,
@@ -109,23 +98,22 @@ def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path: Pat
     assert len(json.loads((tmp_path / "0.json").read_text())) == 60
 
 
+STARTS_A_CHILD = """
+if number == '1':
+    child = subprocess.Popen(['sleep', '300'])
+    open(f'{folder}/pids', 'w').write(f'{child.pid} {os.getppid()} {os.getpid()}')
+"""
+
+
 @pytest.mark.ranks
-def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path: Path) -> None:
+def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path):
     """A shell starts each rank, which starts a child and is killed; the shell would go on for
     ten minutes.
     """
-    script = counting(
-        tmp_path,
-        "if number == '1':\n"
-        f"    child = subprocess.Popen(['sleep', '300']); open({str(tmp_path / 'pids')!r}, 'w').write("
-        "f'{child.pid} {os.getppid()} {os.getpid()}')\n"
-        f"    when_counting({KILL})\n"
-        "count()\n",
-        steps=100,
-    )
-    command = ["-m", "lightning_ring.cli.ringrun", "-n", "2", "--min-ranks", "1"]
+    script = counting(tmp_path, f"{STARTS_A_CHILD}    when_counting({KILL})\ncount()\n", steps=100)
+    command = [*RINGRUN, "-n", "2", "--min-ranks", "1"]
     shell = f"{sys.executable} {script}; code=$?; [ $RING_MEMBER = 0 ] || sleep 600; exit $code"
-    done = run([sys.executable, *command, "bash", "-c", shell])
+    done = run([*command, "bash", "-c", shell])
     assert done.returncode == 0, done.stdout
     assert "generation 1: 1 rank" in done.stdout
     child, wrapper, rank = map(int, (tmp_path / "pids").read_text().split())

@@ -1,5 +1,6 @@
 """The command line of horovodrun, given to ringrun."""
 
+import shlex
 import socket
 from pathlib import Path
 
@@ -47,18 +48,11 @@ def test_what_is_not_taken_is_one_error_that_names_what_to_use(option, capsys):
 
 
 def test_a_command_line_of_horovodrun():
-    line = (
-        "-np 4 -H a:2,b:2 --network-interface lo --timeline-filename t.json "
-        "--timeline-mark-cycles --verbose"
-    )
-    options = parser().parse_args(
-        [*line.split(), "--start-timeout", "30", "python", "t.py", "--autotune", "-p", "1"]
-    )
-    assert (options.ranks, options.hosts, options.command[2:]) == (
-        4,
-        "a:2,b:2",
-        ["--autotune", "-p", "1"],
-    )
+    line = """-np 4 -H a:2,b:2 --network-interface lo --timeline-filename t.json --verbose
+        --timeline-mark-cycles --start-timeout 30 python t.py --autotune -p 1"""
+    options = parser().parse_args(shlex.split(line))
+    assert (options.ranks, options.hosts) == (4, "a:2,b:2")
+    assert options.command[2:] == ["--autotune", "-p", "1"]
     assert variables(options, here=False) == {
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -67,17 +61,11 @@ def test_a_command_line_of_horovodrun():
         "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         "HOROVOD_START_TIMEOUT": "30",
     }
-    elastic = parser().parse_args(
-        ["-np", "2", "--min-np", "2", "--max-np", "4", "-hostfile", "hosts", "train.py"]
-    )
+    line = "-np 2 --min-np 2 --max-np 4 -hostfile hosts train.py"
+    elastic = parser().parse_args(shlex.split(line))
     limits = ringrun._elastic_limits(elastic, 2)
-    assert limits is not None
-    assert (limits.ranks, limits.min_ranks, limits.max_ranks, elastic.hostfile) == (
-        2,
-        2,
-        4,
-        "hosts",
-    )
+    assert (limits.ranks, limits.min_ranks, limits.max_ranks) == (2, 2, 4)
+    assert elastic.hostfile == "hosts"
 
 
 @pytest.mark.parametrize(

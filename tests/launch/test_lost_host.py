@@ -2,11 +2,8 @@
 machine is too slow.
 """
 
-from __future__ import annotations
-
 import select
 import socket
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -25,7 +22,7 @@ PROMISED = 1.5  # seconds from the cut of a link until the steward counts a host
 SLEEP = ["sleep", "600"]
 
 
-def test_the_limits_keep_the_promise_and_ranks_are_killed_before_they_count_as_dead() -> None:
+def test_the_limits_keep_the_promise_and_ranks_are_killed_before_they_count_as_dead():
     """What was said last may have left up to `ALIVE_SECONDS` before the cut."""
     assert LOST_SECONDS == 1.4
     assert LOST_SECONDS + LOOK_SECONDS < PROMISED
@@ -37,20 +34,20 @@ class Cluster:
     time.
     """
 
-    def __init__(self, hosts: RemoteHosts) -> None:
+    def __init__(self, hosts):
         self.hosts = hosts
         self.child = RemoteChild("process 0", 0, {}, hosts.hosts["b"])
         self.child.start(None)
         self.agent = enter(hosts)
         self.now = hosts._last_look
 
-    def say(self) -> None:
+    def say(self):
         self.agent.send({"kind": "alive", "idle": {}})
         ready = select.poll()
         ready.register(self.hosts._door.guests["b"].connection.socket, select.POLLIN)
         assert ready.poll(60_000)  # it has arrived
 
-    def looks_until_lost(self, seconds: float = 10.0) -> float | None:
+    def looks_until_lost(self, seconds=10.0):
         """The seconds after which the host is lost; `None` if it is not within ``seconds``."""
         began = self.now
         while self.now - began < seconds:
@@ -62,7 +59,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster():
     hosts = RemoteHosts(["true"], {}, lambda host, command: SLEEP)
     hosts.add(Host("b", 1))
     try:
@@ -73,9 +70,7 @@ def cluster() -> Iterator[Cluster]:
         hosts.close()
 
 
-def test_a_host_is_lost_1_4_seconds_after_its_last_word(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_host_is_lost_1_4_seconds_after_its_last_word(cluster, capsys):
     assert cluster.looks_until_lost(1.3) is None
     cluster.say()
     assert cluster.looks_until_lost(1.3) is None
@@ -89,7 +84,7 @@ def test_a_host_is_lost_1_4_seconds_after_its_last_word(
     )
 
 
-def test_time_in_which_the_steward_was_stopped_does_not_count(cluster: Cluster) -> None:
+def test_time_in_which_the_steward_was_stopped_does_not_count(cluster):
     assert cluster.looks_until_lost(0.5) is None
     cluster.now += 100
     assert cluster.looks_until_lost(0.5) is None
@@ -97,9 +92,7 @@ def test_time_in_which_the_steward_was_stopped_does_not_count(cluster: Cluster) 
 
 
 @contextmanager
-def agent_of(
-    steward: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Agent, SimpleNamespace]]:
+def agent_of(steward, monkeypatch):
     """An agent that is connected to ``steward`` and has one process; and its clock, which moves
     in waits alone.
     """
@@ -107,7 +100,7 @@ def agent_of(
     ours = socket.create_connection(steward.getsockname(), timeout=60)
     connection = MessageConnection(ours)
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         clock.now += seconds
 
     connection.wait = wait  # type: ignore[method-assign, assignment]
@@ -129,8 +122,8 @@ def agent_of(
 
 
 def test_an_agent_that_hears_nothing_for_a_second_kills_its_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     with (
         socket.create_server(("127.0.0.1", 0)) as steward,
         agent_of(steward, monkeypatch) as (agent, clock),

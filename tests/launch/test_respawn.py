@@ -51,31 +51,30 @@ def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path):
 
 @pytest.mark.ranks
 def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path):
-    script = counting(
-        tmp_path,
-        "if int(number) > 1: raise RuntimeError('no GPU here')\nif number == '1': "
-        f"when_counting({KILL})\ncount()\n",
-        steps=120,
-    )
+    fails = "if int(number) > 1: raise RuntimeError('no GPU here')"
+    dies = f"if number == '1': when_counting({KILL})\ncount()"
+    script = counting(tmp_path, f"{fails}\n{dies}\n", steps=120)
     done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", script)
     assert done.returncode == 0, done.stdout
     assert "process 3 (pid" in done.stdout
     assert "ended with exit code 1" in done.stdout.strip().splitlines()[-1], done.stdout
 
 
+FAILS_LATE = """
+if number == '2':
+    while not os.path.exists(f'{folder}/0.json'):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os._exit(1)
+count()
+"""
+
+
 @pytest.mark.ranks
 def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_of_the_job(
     tmp_path,
 ):
-    script = counting(
-        tmp_path,
-        f"if number == '1': when_counting({KILL})\n"
-        "if number == '2':\n"
-        f"    while not os.path.exists({str(tmp_path / '0.json')!r}): time.sleep(0.01)\n"
-        "    time.sleep(0.5); os._exit(1)\n"
-        "count()\n",
-        steps=100,
-    )
+    script = counting(tmp_path, f"if number == '1': when_counting({KILL})\n{FAILS_LATE}", steps=100)
     done = start("ElasticLimits(2, respawn=RespawnLimits(delay=0.1))", script)
     assert done.returncode == 0, done.stdout
     assert re.search(r"process 2 \(pid \d+\) ended with exit code 1; 0 ranks left", done.stdout), (

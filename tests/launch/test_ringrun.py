@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from lightning_ring.launch.mpirun import (
     ranks_per_host,
     recognise,
 )
-from tests.processes import clean_env, mpirun_path
+from tests.processes import executable, mpirun_path
 
 OPEN_MPI = Mpirun("/opt/mpi/bin/mpirun", "openmpi", 5, "mpirun (Open MPI) 5.0.11")
 HYDRA = Mpirun("/opt/mpich/bin/mpirun", "mpich", 5, "mpirun (MPICH) 5.0.2")
@@ -40,30 +39,19 @@ def test_line_on_this_host():
     )
     assert line[0] == OPEN_MPI.path
     assert line[-2:] == ["python", "train.py"]
-    for pair in [
-        ("-n", "3"),
-        ("--host", "localhost:3"),
-        ("--bind-to", "none"),
-        ("btl_tcp_links", "2"),
-    ]:
-        assert pair in pairs(line)
+    assert "-n 3 --host localhost:3" in " ".join(line)
+    assert {("--bind-to", "none"), ("btl_tcp_links", "2")} <= set(pairs(line))
     assert ("--allow-run-as-root" in line) == (os.geteuid() == 0)
     assert "-x" not in line, "local ranks inherit the whole environment"
     assert ("odls_base_signal_direct_children_only", "1") in pairs(line)
 
 
 def test_line_on_several_hosts_exports_what_ranks_need():
-    environ = {
-        "PATH": "/bin",
-        "NCCL_DEBUG": "INFO",
-        "RING_STOP_SIGNAL": "12",
-        "SECRET": "x",
-        "OMP_NUM_THREADS": "1",
-    }
+    exported = ["NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "RING_STOP_SIGNAL"]
+    environ = dict.fromkeys([*exported, "SECRET"], "1")
     line = mpirun_line(OPEN_MPI, 4, ["train"], [Host("a", 2), Host("b", 2)], environ)
     assert ("--host", "a:2,b:2") in pairs(line)
-    exported = [name for option, name in pairs(line) if option == "-x"]
-    assert exported == ["NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "RING_STOP_SIGNAL"]
+    assert [name for option, name in pairs(line) if option == "-x"] == exported
 
 
 def test_line_in_an_allocation_leaves_the_hosts_to_mpirun():
@@ -81,14 +69,8 @@ def test_slurm_s_tasks_are_mpirun_s_slots(tasks, slots):
 
 def test_line_of_another_mpirun_is_minimal():
     assert mpirun_line(HYDRA, 2, ["train"], [], {}) == [HYDRA.path, "-n", "2", "train"]
-    assert mpirun_line(HYDRA, 2, ["train"], [Host("a", 2)], {}) == [
-        HYDRA.path,
-        "-n",
-        "2",
-        "-hosts",
-        "a:2",
-        "train",
-    ]
+    line = mpirun_line(HYDRA, 2, ["train"], [Host("a", 2)], {})
+    assert line[1:] == ["-n", "2", "-hosts", "a:2", "train"]
 
 
 def test_mpirun_is_named_with_its_version():
@@ -115,18 +97,11 @@ def test_intels_mpirun_is_a_script_around_the_program_to_start(tmp_path, monkeyp
         ("mpirun", 'mpiexec.hydra "$@"'),
         ("mpiexec.hydra", "echo 'Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 1'"),
     ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, text)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment of the wheel is not activated
     found = identify(str(tmp_path / "mpirun"))
-    assert found is not None
     assert found.family == "intelmpi"
-    assert mpirun_line(found, 2, ["train"], [], {}) == [
-        str(tmp_path / "mpiexec.hydra"),
-        "-n",
-        "2",
-        "train",
-    ]
+    assert mpirun_line(found, 2, ["train"], [], {})[0] == str(tmp_path / "mpiexec.hydra")
 
 
 def test_more_ranks_than_cores_yield_while_they_wait():
@@ -152,7 +127,13 @@ def test_threads_fit_the_quota_of_a_container(monkeypatch):
     assert rank_environment(2, [], {}, 12)["OMP_NUM_THREADS"] == "2"
 
 
-@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:-1", "a:x", "a,,b", "a b:2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "a:", "a:0", "a:-1", "a:x", "a,,b", "a b:2", "a:²", "a$(x)", "a\x1bb"),
+        *("-oProxyCommand=x", "-F:2", "a:1,-oX", "a:" + "9" * 5000),
+    ],
+)
 def test_hosts_that_make_no_sense(text):
     with pytest.raises(ConfigurationError, match="host:slots"):
         parse_hosts(text)
@@ -229,42 +210,17 @@ def test_dry_run_shows_the_line_and_runs_nothing(tmp_path, capsys, monkeypatch):
 
 
 def test_mpirun_beside_python_comes_first(tmp_path, monkeypatch):
-    def install(folder, says):
-        folder.mkdir()
-        program = folder / "mpirun"
-        program.write_text(f"#!/bin/sh\necho '{says}'\n")
-        program.chmod(0o755)
-        return program
-
-    beside = install(tmp_path / "venv", "mpirun (Open MPI) 4.1.6")
-    on_path = install(tmp_path / "path", "HYDRA build details:")
+    beside, on_path = (tmp_path / folder / "mpirun" for folder in ("venv", "path"))
+    for program, says in ((beside, "mpirun (Open MPI) 4.1.6"), (on_path, "HYDRA build details:")):
+        program.parent.mkdir()
+        executable(program, f"echo '{says}'")
     monkeypatch.setenv("PATH", str(on_path.parent))  # /usr/bin may hold another
     monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
     found = find_mpirun()
-    assert found is not None
     assert (found.path, found.family, found.major) == (str(beside), "openmpi", 4)
     beside.unlink()
     found = find_mpirun()
-    assert found is not None
     assert (found.path, found.family) == (str(on_path), "other")
     on_path.unlink()
     assert find_mpirun() is None
     assert identify("/bin/false") is not None  # says nothing: still run, with the minimal line
-
-
-def test_help_names_every_option():
-    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--help"]
-    text = subprocess.run(
-        command, env=clean_env(), capture_output=True, text=True, timeout=240
-    ).stdout
-    for option in (
-        "-n",
-        "-H",
-        "--hostfile",
-        "--dry-run",
-        "--no-mpi",
-        "COMMAND",
-        "--min-ranks",
-        "--respawn",
-    ):
-        assert option in text

@@ -2,55 +2,45 @@
 ends too early.
 """
 
-import sys
-
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from tests import forked
-from tests.processes import ROOT, run
+from tests.processes import RINGRUN, ROOT, run
 
 pytestmark = pytest.mark.ranks
 
 EXAMPLE = ROOT / "docs" / "examples" / "plain_loop.py"
 SCRIPT = str(ROOT / "tests" / "loops" / "loop_script.py")
-RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2"]
+TWO_RANKS = [*RINGRUN, "-n", "2"]
 LAUNCHERS = {
-    "ringrun": [*RINGRUN, SCRIPT, "2"],
+    "ringrun": [*TWO_RANKS, SCRIPT, "2"],
     "python": [*forked.python(), SCRIPT, "2"],
     "alone": [*forked.python(), SCRIPT, "0"],
 }
 
 
-def trained_by_one_process():
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    samples = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(samples, samples.sum(1, keepdim=True))
-    sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    for epoch in range(10):
-        sampler.set_epoch(epoch)
-        for inputs, targets in DataLoader(data, batch_size=32, sampler=sampler):
-            nn.functional.mse_loss(model(inputs), targets).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    """What a single process makes of all samples."""
+    folder = tmp_path_factory.mktemp("alone")
+    script, path = folder / "loop.py", folder / "model.pt"
+    script.write_text(EXAMPLE.read_text().replace("batch_size=16", "batch_size=32"))
+    done = run([*forked.python(), str(script), "ring", str(path)])
+    assert done.returncode == 0, done.stdout
+    return torch.load(path)
 
 
 @pytest.mark.parametrize(
     "name", [name for name in ALGORITHMS if not algorithm_class(name).steps_alone]
 )
-def test_two_ranks_train_as_one_process_on_all_samples(name, tmp_path):
+def test_two_ranks_train_as_one_process_on_all_samples(name, of_one_process, tmp_path):
     path = str(tmp_path / "model.pt")
-    done = run([*RINGRUN, *forked.python(), str(EXAMPLE), name, path])
+    done = run([*TWO_RANKS, *forked.python(), str(EXAMPLE), name, path])
     assert done.returncode == 0, done.stdout
     found = torch.load(path)
-    for key, expected in trained_by_one_process().state_dict().items():
+    for key, expected in of_one_process.items():
         torch.testing.assert_close(found[key], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -64,7 +54,7 @@ def test_every_launcher_starts_a_loop(launcher):
 
 
 def test_a_rank_that_ends_too_early_ends_the_job_and_is_named():
-    done = run([*RINGRUN, "--no-mpi", *forked.python(), SCRIPT, "2", "leave"])
+    done = run([*TWO_RANKS, "--no-mpi", *forked.python(), SCRIPT, "2", "leave"])
     assert done.returncode not in (0, 124), done.stdout
     assert "rank 1" in done.stdout
     assert "equal=" not in done.stdout

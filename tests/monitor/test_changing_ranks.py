@@ -11,7 +11,6 @@ from lightning_ring.monitor.ring_report import LoggedStep, RankMemory, RankRow, 
 from lightning_ring.monitor.step_timeline import StepTimeline
 from lightning_ring.monitor.step_times import StepTimes
 from lightning_ring.timeline.session import start_session
-from lightning_ring.timeline.settings import TimelineSettings
 from lightning_ring.timeline.trace_files import rank_file
 from tests.thread_ranks import run_ranks
 
@@ -33,16 +32,15 @@ def test_a_rank_that_gets_the_table_of_another_reads_all_rows():
 
 def test_a_rank_that_could_not_record_lets_the_others_end_their_files(tmp_path):
     path = tmp_path / "trace.json"
-    settings = TimelineSettings(path, None, 1.0)
 
     def record_and_stop(comm):
         trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-        timeline = StepTimeline(settings, [])
+        timeline = StepTimeline(path, [])
         timeline.number = 4 + comm.rank
         timeline._trainer, timeline._comm = trainer, comm
         if comm.rank == 0:  # process 5 joined, and could not open its file
             timeline._record_in(
-                start_session(path, None, max_bytes=2**20, about={}, number=timeline.number),
+                start_session(path, None, about={}, number=timeline.number),
                 trainer,
             )
         timeline.stop()

@@ -114,6 +114,3 @@ def test_pages_open_in_a_browser(battery):
         page.goto("about:blank")  # else an address that differs after its # is not loaded again
         page.goto(f"{address}#hparams")
         wait_for(page, "ring/world_size", "ring/optimizer", "width", "version_0", "1.0000")
-        page.goto("about:blank")
-        page.goto(f"{address}#images")
-        wait_for(page, "ring/buckets of a step")

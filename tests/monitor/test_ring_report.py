@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.dashboard import bars
 from lightning_ring.monitor.ring_monitor import first_dimension
 from lightning_ring.monitor.ring_report import RankMemory, RankRow, RingReport
 from lightning_ring.monitor.step_times import (
@@ -18,7 +17,6 @@ from lightning_ring.monitor.step_times import (
     collectives_of,
     sent_bytes,
 )
-from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw
 
 
 def step(**marks):
@@ -101,8 +99,9 @@ def test_time_in_which_two_collectives_overlap_counts_once():
 
 
 def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure():
-    record = step(forward=(0.0, 20.0))
-    for phase, begin, end in (("backward", 2, 5), ("backward", 7, 11), ("optimizer", 6, 12)):
+    record = step()
+    marks = ("backward", 2, 5), ("backward", 7, 11), ("optimizer", 6, 12), ("forward", 0, 20)
+    for phase, begin, end in marks:
         record.begin(phase, 100.0 + begin)
         record.end(phase, 100.0 + end)
     times = record.times()
@@ -136,9 +135,6 @@ def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives():
     one.ended, one.events, one.wait_event = None, (Event(8), Event(14)), Event(13)
     found = break_down(record, [one], world_size=2)
     assert found == replace(found, data=2, forward=4, backward=7, optimizer=3.5, exposed=1, busy=6)
-    shown = [(bar.lane, bar.kind, bar.start, bar.stop) for bar in bars(record, [one])]
-    assert [bar for bar in shown if bar[0] == "forward"] == [("forward", "forward", 0.5, 4.5)]
-    assert shown[-2:] == [("a", ON_THE_WIRE, 7.5, 13.5), ("a", WAITED_FOR, 12.5, 13.5)]
 
 
 @pytest.mark.parametrize(
@@ -228,34 +224,6 @@ def test_trust_ratios_are_told_by_percentiles():
     assert [
         scalars[f"ring/trust_ratio/p{percent}"] for percent in ("05", "50", "95")
     ] == pytest.approx([5, 50, 95])
-
-
-def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for():
-    pytest.importorskip("matplotlib")
-    found = bars(
-        step(**AUTOMATIC),
-        [collective(12, 12.5, (18, 20), 19.5), collective(14, 14, (20, 20.5), 20.5, name="b")],
-    )
-    of_second = {bar.kind: (bar.start, bar.stop) for bar in found if bar.lane == "b"}
-    assert of_second == {READY: (14, 19.5), ON_THE_WIRE: (19.5, 20.5), WAITED_FOR: (20, 20.5)}
-    assert next((bar.start, bar.stop) for bar in found if bar.lane == "forward") == (3, 9)
-    assert [(bar.start, bar.stop) for bar in found if bar.lane == "optimizer"][-1] == (21, 26), (
-        "without what runs inside it"
-    )
-    assert list(dict.fromkeys(bar.lane for bar in found)) == [
-        "data",
-        "forward",
-        "backward",
-        "optimizer",
-        "a",
-        "b",
-    ]
-    axes = draw(found, title="title").axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        *dict.fromkeys(bar.lane for bar in found)
-    ]
-    drawn = {(round(bar.get_x()), round(bar.get_x() + bar.get_width())) for bar in axes.patches}
-    assert drawn == {(round(1e3 * bar.start), round(1e3 * bar.stop)) for bar in found}
 
 
 def test_batch_size_is_the_first_tensors_length():

@@ -7,7 +7,6 @@ import re
 import struct
 import sys
 import termios
-import threading
 
 import lightning as L
 import pytest
@@ -15,12 +14,8 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_ring import RingStrategy
-from lightning_ring.monitor import RingMonitor
 from lightning_ring.monitor.terminal import (
     EpochLines,
-    NarrowRich,
-    NarrowTQDM,
-    narrow,
     replace_bars,
     shown_on_terminal,
     widen_terminal,
@@ -123,74 +118,3 @@ def test_a_bar_of_the_users_class_is_left_alone():
     trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     replace_bars(trainer)
     assert type(trainer.progress_bar_callback) is EpochLines
-
-
-MONITORED = {"img/s": "1500", "data": "70%", "comm": "36%", "slowest": "rank 1 +701 ms"}
-
-
-class Slow(Progress):
-    """As a monitor on two ranks would, it shows numbers on the bar; and a metric of validation."""
-
-    def training_step(self, batch, batch_idx):
-        loss = self.layer(batch).sum()
-        self.log("train/loss", loss, prog_bar=True)
-        self.trainer._logger_connector._progress_bar_metrics.update(MONITORED)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/accuracy", 0.987, prog_bar=True)
-
-
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
-    bar, terminal, monkeypatch
-):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    terminal(80)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[RingMonitor(), bar()],
-    )
-    loaders = [torch.utils.data.DataLoader(torch.ones(6, 2)) for _ in range(2)]
-    seen = bytearray()
-
-    def read():  # meanwhile, because a terminal holds few bytes
-        while b"the end" not in seen:
-            seen.extend(os.read(terminal.screen, 4096))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    trainer.fit(Slow(), *loaders)
-    print("the end", flush=True)
-    reader.join(timeout=60)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode(errors="replace"))
-    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
-    last = max(number for number, line in enumerate(lines) if line.startswith("Epoch 1"))
-    shown = " ".join(lines[last : last + 2])  # Rich has two lines
-    for item in ("6/6", "loss", "accuracy", "img/s", "1500", "slowest", "1+701ms", "data", "70%"):
-        assert item in shown, shown
-    assert "it/s" not in shown
-    assert all(len(line) <= 80 for line in lines[last : last + 2])
-
-
-def test_only_lightnings_own_bars_become_narrow():
-    class Own(TQDMProgressBar):
-        pass
-
-    for given, expected in (
-        (TQDMProgressBar, NarrowTQDM),
-        (RichProgressBar, NarrowRich),
-        (Own, Own),
-    ):
-        trainer = L.Trainer(
-            callbacks=[given(refresh_rate=7)], logger=False, enable_checkpointing=False, devices=1
-        )
-        narrow(trainer)
-        assert type(trainer.progress_bar_callback) is expected
-        assert trainer.progress_bar_callback.refresh_rate == 7

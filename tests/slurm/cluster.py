@@ -4,8 +4,6 @@ Needs root, and the daemons of Slurm and MUNGE (Debian: slurmctld, slurmd, slurm
 no service of theirs has to run).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -20,18 +18,8 @@ from pathlib import Path
 
 from lightning_ring.job.rendezvous.greeting import reserve_port
 
-PROGRAMS = (
-    "munged",
-    "slurmctld",
-    "slurmd",
-    "srun",
-    "sbatch",
-    "salloc",
-    "scontrol",
-    "scancel",
-    "sinfo",
-    "squeue",
-)
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
+PROGRAMS += ("sinfo", "squeue")
 _START_SECONDS = 60.0
 _END_SECONDS = 15.0
 _SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
@@ -57,14 +45,15 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-KillWait={kill_wait}
+KillWait=30
 InactiveLimit=0
 MessageTimeout=30
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,defer_batch=no
 ReturnToService=2
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-{nodes}
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4 State=UNKNOWN
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.2 Port={second} CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
 """
 
@@ -87,40 +76,25 @@ class Cluster:
 
 
 @contextmanager
-def slurm_cluster(folder, *, num_nodes=2, cpus=4, kill_wait=30):
+def slurm_cluster(folder):
     """Start Slurm with keys, state, spool and log files in ``folder``; at the end cancel all jobs
     and end all daemons.
 
     Args:
         folder: Empty or new; its path has to be short, it holds a Unix socket.
-        num_nodes: How many nodes, ``127.0.0.1`` and so on: names that lead to this machine wherever
-            they are looked up.
-        cpus: Of each node, as Slurm counts them; more than this machine has is fine.
-        kill_wait: Seconds between SIGTERM and SIGKILL for a job that is cancelled.
 
     Raises:
         RuntimeError: A daemon did not start; the message holds the end of its log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
-    reserved = [reserve_port() for _ in range(num_nodes + 1)]
-    ports = [one.getsockname()[1] for one in reserved]
-    nodes = [f"127.0.0.{number + 1}" for number in range(num_nodes)]
-    lines = (
-        f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr={node} Port={port} "
-        f"CPUs={cpus} State=UNKNOWN"
-        for node, port in zip(nodes, ports[1:], strict=True)
-    )
+    reserved = [reserve_port() for _ in range(3)]
+    port, first, second = (one.getsockname()[1] for one in reserved)
+    # names that lead to this machine wherever they are looked up
+    nodes = ["127.0.0.1", "127.0.0.2"]
     configuration = folder / "slurm.conf"
-    configuration.write_text(
-        _CONFIGURATION.format(
-            host=socket.gethostname(),
-            port=ports[0],
-            folder=folder,
-            kill_wait=kill_wait,
-            nodes="\n".join(lines),
-        )
-    )
+    values = {"host": socket.gethostname(), "port": port, "first": first, "second": second}
+    configuration.write_text(_CONFIGURATION.format(folder=folder, **values))
     (folder / "state").mkdir()
     for node in nodes:
         (folder / f"spool-{node}").mkdir()
@@ -132,19 +106,11 @@ def slurm_cluster(folder, *, num_nodes=2, cpus=4, kill_wait=30):
         _wait_for(lambda: (folder / "munge.socket").exists(), folder, "munged")
         _start(stack, folder, "slurmctld", ["slurmctld", "-D", "-f", str(configuration)])
         for node in nodes:
-            _start(
-                stack,
-                folder,
-                f"slurmd-{node}",
-                ["slurmd", "-D", "-f", str(configuration), "-N", node],
-            )
+            command = ["slurmd", "-D", "-f", str(configuration), "-N", node]
+            _start(stack, folder, f"slurmd-{node}", command)
         stack.callback(_cancel_all, cluster)
-        _wait_for(
-            lambda: _idle_nodes(cluster) == num_nodes,
-            folder,
-            "slurmctld",
-            *(f"slurmd-{node}" for node in nodes),
-        )
+        daemons = ("slurmctld", *(f"slurmd-{node}" for node in nodes))
+        _wait_for(lambda: _idle_nodes(cluster) == len(nodes), folder, *daemons)
         yield cluster
 
 
@@ -152,14 +118,8 @@ def _munged(folder):
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    files = {
-        "socket": "munge.socket",
-        "pid-file": "munge.pid",
-        "log-file": "munge.log",
-        "seed-file": "munge.seed",
-    }
-    options = [f"--{option}={folder / name}" for option, name in files.items()]
-    return ["munged", "--foreground", "--force", f"--key-file={key}", *options]
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    return ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files]
 
 
 def _start(stack, folder, name, command):
@@ -195,18 +155,12 @@ def _cancel_all(cluster):
             time.sleep(0.1)
 
 
-def slurm(cluster, *command, timeout=60):
+def slurm(cluster, *command):
     """What one of Slurm's commands prints, errors too."""
-    result = subprocess.run(
-        command,
-        env=os.environ | cluster.environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=timeout,
-    )
-    return result.stdout
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environ = os.environ | cluster.environ
+    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, timeout=60, **output)
+    return done.stdout
 
 
 def _idle_nodes(cluster):
@@ -219,13 +173,8 @@ def _wait_for(condition, folder, *daemons):
     deadline = time.monotonic() + _START_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            logs = [
-                file
-                for name in daemons
-                for file in (folder / f"{name}.out", folder / f"{name}.log")
-            ]
-            ends = [f"{file.name}:\n{file.read_text()[-2000:]}" for file in logs if file.exists()]
-            raise RuntimeError(
-                "\n".join([f"not up within {_START_SECONDS:.0f} s: {', '.join(daemons)}", *ends])
-            )
+            logs = [file for name in daemons for file in folder.glob(f"{name}.[ol]*")]
+            ends = [f"{file.name}:\n{file.read_text()[-2000:]}" for file in logs]
+            told = f"not up within {_START_SECONDS:.0f} s: {', '.join(daemons)}"
+            raise RuntimeError("\n".join([told, *ends]))
         time.sleep(0.05)

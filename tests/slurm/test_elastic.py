@@ -7,23 +7,19 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT
+from tests.launch.counting import KILL, counting
 from tests.slurm.test_slurm import JOB_SECONDS, Job
 
-RANK = ROOT / "tests" / "elastic" / "counting_rank.py"
+WRITES_PLACE = """
+place = [os.environ[f'RING_{n}'] for n in ('NODE_RANK', 'LOCAL_RANK', 'LOCAL_SIZE', 'NUM_NODES')]
+open(f'{folder}/place.{number}', 'w').write(' '.join(place))
+"""
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
 
 
 def test_one_agent_a_node(cluster, tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, runpy, signal, sys, threading, time\ndef kill():\n    while not "
-        f"os.path.exists({str(tmp_path / '3.log')!r}): time.sleep(0.01)\n    os.kill(os.getpid(), "
-        "signal.SIGKILL)\nplace = [os.environ['RING_' + name] for name in ('NODE_RANK', "
-        f"'LOCAL_RANK', 'LOCAL_SIZE', 'NUM_NODES')]\nopen({str(tmp_path)!r} + '/place.' + "
-        "os.environ['RING_MEMBER'], 'w').write(' '.join(place))\nif os.environ['RING_MEMBER'] == "
-        "'3': threading.Thread(target=kill, daemon=True).start()\nsys.argv = ['', "
-        f"{str(tmp_path)!r}, '150', '0.02']; runpy.run_path({str(RANK)!r}, run_name='__main__')\n"
+    script = counting(
+        tmp_path, f"{WRITES_PLACE}if number == '3': when_counting({KILL})\ncount()", 150
     )
     command = f"ringrun --min-ranks 2 {sys.executable} {script}; echo code $?"
     output = Job(

@@ -5,7 +5,6 @@ docs/where-it-runs.md.
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.processes import ROOT, clean_env
+from tests.processes import ROOT, run
 from tests.slurm.cluster import slurm
 
 HERE = ROOT / "tests" / "slurm"
@@ -32,22 +31,11 @@ class Job:
         self._file = folder / "output"
         body = folder / "job.sh"
         body.write_text(f"#!/bin/bash\n{script}\n")
-        environ = clean_env(
-            PATH=f"{BESIDE}{os.pathsep}{os.environ['PATH']}", **cluster.environ, **env
-        )
-        command = [
-            "sbatch",
-            "--parsable",
-            "--open-mode=append",
-            f"--output={self._file}",
-            *options,
-            str(body),
-        ]
-        submitted = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=60, cwd=folder
-        )
-        assert submitted.returncode == 0, submitted.stderr
-        self.number = submitted.stdout.strip()
+        environ = cluster.environ | env | {"PATH": f"{BESIDE}{os.pathsep}{os.environ['PATH']}"}
+        command = ["sbatch", "--parsable", "--open-mode=append", f"--output={self._file}"]
+        submitted = run([*command, f"--chdir={folder}", *options, str(body)], **environ)
+        assert submitted.returncode == 0, submitted.stdout
+        self.number = submitted.stdout.split()[-1]
 
     @property
     def output(self):
@@ -63,9 +51,8 @@ class Job:
 
     def state(self):
         """``PENDING``, ``RUNNING``, ``COMPLETING``...; empty once it has ended."""
-        return slurm(
-            self.cluster, "squeue", "--noheader", f"--jobs={self.number}", "--format=%T"
-        ).strip()
+        options = ["--noheader", f"--jobs={self.number}", "--format=%T"]
+        return slurm(self.cluster, "squeue", *options).strip()
 
     def ended(self):
         self.until(

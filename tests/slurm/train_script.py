@@ -77,23 +77,16 @@ def main():
         callbacks=callbacks,
         enable_checkpointing=ACTION == "stop",
     )
-    weights = [module.layer.weight.sum().item()]
+    modules = [module]
     if ACTION == "plain":
-        weights.append(
-            fit("ring_sharded", max_steps=8, enable_checkpointing=False)[1]
-            .layer.weight.sum()
-            .item()
-        )
-    strategy_used = trainer.strategy
+        modules.append(fit("ring_sharded", max_steps=8, enable_checkpointing=False)[1])
     facts = {
         "told": told,
-        "source": strategy_used.ring_environment.discover().source,
+        "source": trainer.strategy.ring_environment.discover().source,
         "place": [trainer.world_size, trainer.local_rank, trainer.node_rank],
-        "weights": weights,
+        "weights": [one.layer.weight.sum().item() for one in modules],
         "first_step": module.first_step,
         "steps": trainer.global_step,
-        "cores": sorted(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
     }
     name = f"{os.environ.get('SLURM_STEP_ID')}.{trainer.global_rank}.json"
     (FOLDER / name).write_text(json.dumps(facts))

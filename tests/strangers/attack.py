@@ -1,5 +1,4 @@
-"""What strangers do to the listeners of a job: ``attack.py ADDRESS FOLDER [KIND ...]``, until it is
-killed.
+"""What strangers do to the listeners of a job: ``attack.py ADDRESS FOLDER``, until it is killed.
 
 A file ``FOLDER/listens.PID`` names a process of the job, and in it are ports that are attacked
 before they answer. Of the other ports at which these processes listen, those are attacked that
@@ -8,6 +7,7 @@ begin with a challenge: torch's and MPI's do not.
 
 import contextlib
 import hmac
+import itertools
 import json
 import os
 import re
@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 SILENT = 2000
@@ -61,24 +62,6 @@ def hello(secret, name, nonce, guest):
     return json.dumps(message).encode() + b"\n"
 
 
-def say_hello(replayed):
-    """As each rank, member and host, by secrets that are guessed; or with the true one, but to the
-    challenge of another connection.
-    """
-    guests = [{"rank": rank, "member": rank, "host": "b", "start": 1} for rank in range(2)]
-
-    def attack(place):
-        for secret in true_secrets() if replayed else GUESSES:
-            for name in ("rendezvous", "watch", "steward", "agents"):
-                for guest in guests:
-                    with contextlib.suppress(OSError, ValueError):
-                        one, other = connect(place), connect(place)
-                        nonce = json.loads(other.makefile("rb").readline() or b"{}").get("nonce")
-                        one.sendall(hello(secret, name, nonce, guest) + b'{"kind": "left"}\n')
-
-    return attack
-
-
 def true_secrets():
     """Those of this user's jobs, which no stranger can read."""
     found = set()
@@ -88,15 +71,30 @@ def true_secrets():
     return found
 
 
-KINDS = {
-    "silent": many(SILENT, b""),
-    "line feeds": many(SEVERAL, 1_000_000 * b"\n"),
-    "half a message": many(SEVERAL, b'{"kind": "hello", "non'),
-    "a length of 2^60": many(SEVERAL, struct.pack("!Q", 2**60) + 100 * b"x"),
-    "dripping": many(SEVERAL, b"", 400 * b"x"),
-    "forged": say_hello(replayed=False),
-    "replayed": say_hello(replayed=True),
-}
+def say_hello(place, replayed=False):
+    """As each rank, member and host, by secrets that are guessed; or with the true one, but to the
+    challenge of another connection.
+    """
+    guests = [{"rank": rank, "member": rank, "host": "b", "start": 1} for rank in range(2)]
+    doors = ("rendezvous", "watch", "steward", "agents")
+    secrets = true_secrets() if replayed else GUESSES
+    for secret, name, guest in itertools.product(secrets, doors, guests):
+        with contextlib.suppress(OSError, ValueError):
+            one = connect(place)
+            challenged = connect(place) if replayed else one
+            nonce = json.loads(challenged.makefile("rb").readline() or b"{}").get("nonce")
+            one.sendall(hello(secret, name, nonce, guest) + b'{"kind": "left"}\n')
+
+
+ATTACKS = (
+    many(SILENT, b""),
+    many(SEVERAL, 1_000_000 * b"\n"),
+    many(SEVERAL, b'{"kind": "hello", "non'),
+    many(SEVERAL, struct.pack("!Q", 2**60) + 100 * b"x"),
+    many(SEVERAL, b"", drip=400 * b"x"),
+    say_hello,
+    partial(say_hello, replayed=True),
+)
 
 
 def listening(pid):
@@ -123,7 +121,7 @@ def is_door(place):
     return False
 
 
-def main(address, folder, *kinds):
+def main(address, folder):
     attacked = set()
     while True:
         for file in Path(folder).glob("listens.*"):
@@ -132,11 +130,9 @@ def main(address, folder, *kinds):
                 if port in known or is_door((address, port)):
                     attacked.add(port)
                     (Path(folder) / f"attacked.{port}").touch()
-                    for kind in kinds or KINDS:
-                        attack = threading.Thread(
-                            target=KINDS[kind], args=((address, port),), daemon=True
-                        )
-                        attack.start()
+                    for attack in ATTACKS:
+                        place = (address, port)
+                        threading.Thread(target=attack, args=(place,), daemon=True).start()
         time.sleep(0.02)
 
 

@@ -1,5 +1,5 @@
-"""A rank that strangers come to: ``rank.py FOLDER STEPS [horovod]`` sums in every step, saves a
-file at the end, and writes how long a step took.
+"""A rank that strangers come to: ``rank.py FOLDER STEPS [horovod]`` sums in every step, and writes
+the sums at the end.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-FILES = 1024  # as in jobs.py; ranks are forked by a server with another limit
+FILES = 1024  # as in test_strangers.py; ranks are forked by a server with another limit
 
 folder, steps, minute = Path(sys.argv[1]), int(sys.argv[2]), timedelta(minutes=1)
 resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
@@ -48,13 +48,9 @@ while (folder / "strangers before").exists() and time.monotonic() < until:
     if list(folder.glob("attacked.*")):
         break
     time.sleep(0.02)
-began = time.monotonic()
+sums = []
 for step in range(steps):
-    matrix = torch.ones(300, 300)
-    for _ in range(4):
-        matrix = matrix @ matrix / 300
-    assert total(torch.full((100_000,), step + rank, dtype=torch.float))[0] == 2 * step + 1
+    sums.append(total(torch.full((100_000,), step + rank, dtype=torch.float))[0].item())
+    assert sums[-1] == 2 * step + 1
     time.sleep(0.005)
-seconds = time.monotonic() - began
-torch.save(torch.ones(1), folder / "saved")
-(folder / f"{rank}.json").write_text(str(seconds / max(1, steps)))
+(folder / f"{rank}.json").write_text(str(sums))

@@ -1,6 +1,4 @@
-"""The ranks' files become one: after a run, after a crash, across clocks that drift, without a
-shared folder.
-"""
+"""The ranks' files become one: after a run, after a crash, without a shared folder."""
 
 import json
 import time
@@ -32,16 +30,14 @@ def record(name, kind, at, ended, waited):
     return CollectiveRecord(name, kind, 4000, at, at + 1e-4, waited, max(waited, ended), ended)
 
 
-def record_rank(path, rank, world_size, *, drift=0.0, close=True, **kw):
-    """Ten steps of 100 ms, by a clock that is ``offset`` and then, each second, ``drift``
-    seconds ahead.
-    """
+def record_rank(path, rank, world_size, *, close=True, **kw):
+    """Ten steps of 100 ms, by a clock that is ``offset`` ahead."""
     other = about(rank, world_size, **kw)
     file = TraceFile(path.with_name(f"{path.stem}.rank{rank}.jsonl"), other, max_bytes=1 << 22)
     recorder = Recorder(file, rank, f"rank {rank} (host{rank})", "", other["rank"]["zero"])
 
     def clock(seconds):
-        return other["rank"]["zero"] + seconds * (1 + drift)
+        return other["rank"]["zero"] + seconds
 
     for step in range(10):
         now = 1 + step / 10
@@ -67,14 +63,7 @@ def record_rank(path, rank, world_size, *, drift=0.0, close=True, **kw):
         recorder.slice(STEPS, f"step {step}", clock(now), clock(now + 0.1), {"step": step})
         recorder.slice(FORWARD, "forward", clock(now), clock(now + 0.03), {"step": step})
         recorder.slice(BACKWARD, "backward", clock(now + 0.03), clock(now + 0.09), {"step": step})
-    end = {
-        "offset": kw.get("offset", 0.0) + 2 * drift,
-        "error": 2e-5,
-        "at": clock(2),
-        "shared": rank == 0,
-    }
     if close:
-        other["rank"]["clock_at_end"] = end
         recorder.close(other | {"ended": "now"})
     else:
         until = time.monotonic() + 60
@@ -112,18 +101,15 @@ def test_queues_and_waits_are_drawn(tmp_path):
     ]
 
 
-def test_clocks_that_drift_are_put_right(tmp_path):
+def test_clocks_that_differ_have_one_zero(tmp_path):
     path = tmp_path / "t.json"
-    for rank, (offset, drift) in enumerate([(0.0, 0.0), (5.0, 1e-3), (-7.0, -5e-4)]):
-        record_rank(path, rank, 3, offset=offset, drift=drift)
+    for rank, offset in enumerate([0.0, 5.0, -7.0]):
+        record_rank(path, rank, 3, offset=offset)
     merge(path)
     events = read_trace(path)
     for rank in (1, 2):
-        for mine, zeros in zip(
-            slices(events, "steps", rank), slices(events, "steps", 0), strict=True
-        ):
-            assert mine["ts"] == pytest.approx(zeros["ts"], abs=5), "microseconds; 1,000 without"
-            assert mine["dur"] == pytest.approx(zeros["dur"], abs=5)
+        begins = [[step["ts"] for step in slices(events, "steps", one)] for one in (rank, 0)]
+        assert begins[0] == pytest.approx(begins[1], abs=5), "microseconds"
 
 
 def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(tmp_path, capfd):

@@ -11,13 +11,11 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.options import RingOptions
 from lightning_ring.timeline.recorder import STEPS
 from lightning_ring.timeline.session import start_session
-from lightning_ring.timeline.settings import timeline_settings
+from lightning_ring.timeline.settings import timeline_path
 from lightning_ring.timeline.trace_files import TraceFile
 from tests.battery import check_names
 from tests.checks.trace_format import read_trace, slices
 from tests.thread_ranks import run_ranks
-
-SIZE = 1 << 22
 
 
 def refused(path, world_size=2):
@@ -25,7 +23,7 @@ def refused(path, world_size=2):
 
     def rank(comm):
         with pytest.raises(ConfigurationError) as caught:
-            start_session(path, comm, max_bytes=SIZE, about={})
+            start_session(path, comm, about={})
         return str(caught.value)
 
     said = run_ranks(world_size, rank)
@@ -54,7 +52,7 @@ def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(tmp_path, monk
 
 
 def test_a_path_that_another_job_writes_is_refused_on_every_rank(tmp_path, monkeypatch):
-    first = start_session(tmp_path / "t.json", None, max_bytes=SIZE, about={})
+    first = start_session(tmp_path / "t.json", None, about={})
     # another process has none
     monkeypatch.setattr("lightning_ring.timeline.session._times_started", {})
     first.recorder.slice(STEPS, "step 0", 0.0, 1.0)
@@ -66,7 +64,7 @@ def test_a_path_that_another_job_writes_is_refused_on_every_rank(tmp_path, monke
     ]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["t.json", "t.rank0.jsonl"]
 
-    second = start_session(tmp_path / "t.json", None, max_bytes=SIZE, about={})
+    second = start_session(tmp_path / "t.json", None, about={})
     second.finish()
     assert "step 0" not in (tmp_path / "t.json").read_text(), (
         "the first one has ended, and is replaced"
@@ -75,7 +73,7 @@ def test_a_path_that_another_job_writes_is_refused_on_every_rank(tmp_path, monke
 
 def test_a_rank_whose_own_file_is_taken_is_named(tmp_path):
     """As where another job's other rank runs on its host."""
-    file = TraceFile(tmp_path / "t.rank1.jsonl", {"generator": "another"}, max_bytes=SIZE)
+    file = TraceFile(tmp_path / "t.rank1.jsonl", {"generator": "another"}, max_bytes=1 << 22)
     before = file.path.read_bytes()
     assert f"(rank 1: {file.path}: another job is writing it now)" in refused(tmp_path / "t.json")
     assert file.path.read_bytes() == before
@@ -98,22 +96,18 @@ def test_timeline(battery, check):
 
 
 def test_the_argument_counts_more_than_the_environment(tmp_path):
-    environ = {"RING_TIMELINE": str(tmp_path / "env.json"), "RING_TIMELINE_MAX_MB": "3.5"}
-    assert timeline_settings(None, {}).path is None
-    assert timeline_settings(None, environ).path == tmp_path / "env.json"
-    settings = timeline_settings(tmp_path / "new" / "folder" / "argument.json", environ)
-    assert settings.path == tmp_path / "new" / "folder" / "argument.json"
-    assert settings.max_mb == 3.5
+    environ = {"RING_TIMELINE": str(tmp_path / "env.json")}
+    assert timeline_path(None, {}) is None
+    assert timeline_path(None, environ) == tmp_path / "env.json"
+    argument = tmp_path / "new" / "folder" / "argument.json"
+    assert timeline_path(argument, environ) == argument
     assert not (tmp_path / "new").exists(), "nothing is made before training"
 
 
 def test_a_home_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert timeline_settings("~/t.json", {}).path == tmp_path / "t.json"
-    settings = timeline_settings(
-        None, {"RING_TIMELINE": "~/t.json", "RING_TIMELINE_SWITCH": "~/on"}
-    )
-    assert (settings.path, settings.switch) == (tmp_path / "t.json", tmp_path / "on")
+    assert timeline_path("~/t.json", {}) == tmp_path / "t.json"
+    assert timeline_path(None, {"RING_TIMELINE": "~/t.json"}) == tmp_path / "t.json"
 
 
 @pytest.mark.parametrize(
@@ -136,17 +130,4 @@ def test_a_path_that_cannot_work_is_an_error_when_the_strategy_is_built(tmp_path
     assert f"timeline={value!r}" in str(caught.value)
     if isinstance(value, str):
         with pytest.raises(ConfigurationError, match=f"RING_TIMELINE is '.*{message}"):
-            timeline_settings(None, {"RING_TIMELINE": value})
-
-
-@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "much"])
-def test_a_size_that_cannot_work(size):
-    with pytest.raises(ConfigurationError, match=f"RING_TIMELINE_MAX_MB is '{size}'"):
-        timeline_settings(None, {"RING_TIMELINE_MAX_MB": size})
-
-
-def test_a_switch_without_a_timeline():
-    with pytest.raises(
-        ConfigurationError, match="RING_TIMELINE_SWITCH is '/tmp/on', but no timeline is asked for"
-    ):
-        timeline_settings(None, {"RING_TIMELINE_SWITCH": "/tmp/on"})
+            timeline_path(None, {"RING_TIMELINE": value})

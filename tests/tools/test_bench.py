@@ -154,14 +154,14 @@ def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_pat
     backends = set(BACKENDS) - set(found["missing"])
     assert {"mpi", "gloo", "torch-gloo"} <= backends
     rows = found["timings"]
-    assert {(r["collective"], r["backend"], r["bytes"]) for r in rows} == {
+    assert {(r["collective"], r["backend"], r["num_bytes"]) for r in rows} == {
         (collective, backend, size)
         for collective in COLLECTIVES
         for backend in {*backends, COPY}
         for size in (1024, 10000, 307200)
     }
     for row in rows:
-        assert row["algorithm_bandwidth"] == pytest.approx(row["bytes"] / row["median_seconds"])
+        assert row["algorithm_bandwidth"] == pytest.approx(row["num_bytes"] / row["median"])
     assert len(found["models"]) == len(COLLECTIVES) * len(backends)
     for size in (1, 300):
         assert re.search(rf" {size} KiB  torch-gloo .* 1\.00\n", result.stdout)

@@ -9,7 +9,7 @@ SGD: averages of gradients first).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -19,18 +19,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_ring.algorithms.algorithm import Algorithm, Backwards, log
+from lightning_ring.algorithms.algorithm import Algorithm, Backwards, Tell, log
 from lightning_ring.algorithms.averaging import Averaging
-from lightning_ring.algorithms.local.averages import average_
+from lightning_ring.algorithms.hooks import steps_module
 from lightning_ring.comm.communicator import Communicator, as_integers
 from lightning_ring.comm.recording import unrecorded
+from lightning_ring.comm.replicate import average_tensors
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor
-
-_OTHER_ROUNDS = (
-    "the checkpoint was written in the middle of a round, and with the present every or "
-    "warmup_steps a round begins there: every rank goes on from the average of their parameters."
-)
 
 
 class LocalSGD(Algorithm):
@@ -100,8 +96,8 @@ class LocalSGD(Algorithm):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         comm: Communicator,
-        warn: Callable[[str], None] = log.warning,
-        inform: Callable[[str], None] = log.info,
+        warn: Tell = log.warning,
+        inform: Tell = log.info,
     ) -> None:
         self._module, self._comm, self._inform = module, comm, inform
         self.set_optimizers(optimizers)
@@ -109,6 +105,7 @@ class LocalSGD(Algorithm):
             self._gradients = Averaging(**self._settings)  # type: ignore[arg-type]
             self._gradients.ask_to_stop(self._asked_to_stop)
             self._gradients.attach(module, optimizers, comm, warn, inform)
+        self._begin_first_round()
 
     def _end_warm_up(self) -> None:
         self._gradients.detach()
@@ -150,13 +147,14 @@ class LocalSGD(Algorithm):
         self._gradients.before_step(optimizer, has_closure=has_closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        if not self._steps_the_module(optimizer):
+        if not steps_module(optimizer, self._module):
             return
         self._gradients.after_step(optimizer)
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             self._note_stepped()
-            self._after_local_step()
+            if self.steps_of_round == 0:
+                self._end_round()
         elif self.num_steps == self.warmup_steps:
             self._agreed_to_stop |= self._gradients.agreed_to_stop()
             self._end_warm_up()
@@ -174,11 +172,9 @@ class LocalSGD(Algorithm):
         comm = self._communicator
         if self._own or self.steps_of_round == 0 or comm.world_size == 1:
             return
-        self._show(self._parameters(), f"parameters after {self.num_steps} steps")
-
-    def _show(self, params: Sequence[Parameter], name: str) -> None:
+        params, name = self._parameters(), f"parameters after {self.num_steps} steps"
         self._own = {param: param.detach().clone() for param in params}
-        average_(params, unrecorded(self._communicator), name)
+        average_tensors(params, unrecorded(comm), name)
         self._shown = [param.detach().clone() for param in params]
 
     @torch.no_grad()
@@ -188,31 +184,24 @@ class LocalSGD(Algorithm):
         """
         if not self._own:
             return
-        pairs = zip(self._own, self._shown, strict=True)
-        kept: list[Tensor] = [
-            param
-            for param, shown in pairs
-            if torch.equal(as_integers(param.detach()), as_integers(shown))
-        ]
-        if len(kept) < len(self._own) and not self._told_of_changes:
+        num_changed = 0
+        for (param, own), shown in zip(self._own.items(), self._shown, strict=True):
+            if torch.equal(as_integers(param.detach()), as_integers(shown)):
+                param.copy_(own)
+            else:
+                num_changed += 1
+        if num_changed and not self._told_of_changes:
             self._told_of_changes = True
             self._inform(
-                f"{len(self._own) - len(kept)} parameters were changed while the average of the "
-                "ranks' was in their place: training goes on from the changed values"
+                f"{num_changed} parameters were changed while the average of the ranks' was in "
+                "their place: training goes on from the changed values"
             )
-        if kept:
-            own = {id(param): value for param, value in self._own.items()}
-            torch._foreach_copy_(kept, [own[id(param)] for param in kept])
         self._own, self._shown = {}, []
-
-    def _after_local_step(self) -> None:
-        if self.steps_of_round == 0:
-            self._end_round()
 
     def _end_round(self) -> None:
         stop = torch.tensor([float(self._asked_to_stop)])
         name = f"step {self.num_steps}: requests to stop"
-        average_([stop], unrecorded(self._communicator), name)
+        average_tensors([stop], unrecorded(self._communicator), name)
         self._agreed_to_stop |= bool(stop > 0)
         self._average_parameters()
 
@@ -221,7 +210,9 @@ class LocalSGD(Algorithm):
 
     def _average_parameters(self) -> None:
         """Replace the parameters at the end of a round by those of the next round's begin."""
-        average_(self._parameters(), self._communicator, f"step {self.num_steps}: parameters")
+        average_tensors(
+            self._parameters(), self._communicator, f"step {self.num_steps}: parameters"
+        )
         self._apart.clear()
 
     def _parameters(self) -> list[Parameter]:
@@ -237,12 +228,6 @@ class LocalSGD(Algorithm):
             if param.requires_grad or param.grad is not None:
                 self._apart[param] = None
 
-    def _steps_the_module(self, optimizer: Optimizer) -> bool:
-        own = {id(param) for param in self._module.parameters()}
-        return any(
-            id(param) in own for group in optimizer.param_groups for param in group["params"]
-        )
-
     @property
     def _communicator(self) -> Communicator:
         assert self._comm is not None, "attach() comes first"
@@ -253,7 +238,7 @@ class LocalSGD(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """The position in the round, and every rank's own parameters and optimizer state."""
         ranks = []
-        if self._may_differ:
+        if self.num_steps > self.warmup_steps:
             names = {param: name for name, param in self._module.named_parameters()}
             params = self._parameters() if self.steps_of_round else ()
             own = {names[param]: self._own.get(param, param) for param in params}
@@ -261,6 +246,7 @@ class LocalSGD(Algorithm):
             ranks = self._collect({"parameters": own, "optimizers": optimizers})
         return {
             "num_steps": self.num_steps,
+            "schedule": self._schedule,
             "ranks": ranks,
             "gradients": self._gradients.state_dict(),
         }
@@ -283,9 +269,9 @@ class LocalSGD(Algorithm):
         return states
 
     @property
-    def _may_differ(self) -> bool:
-        """Whether each rank may have a state of its own; the same answer on every rank."""
-        return self.num_steps > self.warmup_steps
+    def _schedule(self) -> dict[str, int]:
+        """The settings that say where rounds end."""
+        return {"every": self.every, "warmup_steps": self.warmup_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         comm = self._communicator
@@ -300,27 +286,22 @@ class LocalSGD(Algorithm):
         of_gradients = state["gradients"]
         problem = self._gradients.load_state_dict(of_gradients) if of_gradients else ""
         self._own, self._shown = {}, []
-        ranks = state["ranks"]
-        if not ranks:
-            return problem
-        if len(ranks) != comm.world_size:
+        ranks, found, expected = state["ranks"], "", ""
+        if ranks and state["schedule"] != self._schedule:
+            found, expected = f"with {state['schedule']}", f"{self._schedule}"
+        elif ranks and len(ranks) != comm.world_size:
+            found, expected = f"of {len(ranks)} ranks", f"{comm.world_size}"
+        if found:
             begun = self.num_steps
             self.num_steps -= self.steps_of_round
             return (
-                f"the checkpoint was written after {begun} steps of {len(ranks)} ranks, and this "
-                f"job has {comm.world_size}: every rank goes on from the average of their "
-                "parameters, with rank 0's optimizer state, in a new round."
+                f"the checkpoint was written after {begun} steps {found}, and this job has "
+                f"{expected}: every rank goes on from the average of their parameters, with "
+                "rank 0's optimizer state, in a new round."
             )
-        if not self._may_differ:
-            return (
-                f"the checkpoint was written after {self.num_steps} steps, the last ones of ranks "
-                f"that step alone, and warmup_steps={self.warmup_steps} has the ranks average "
-                "gradients there: every rank goes on from the average of their parameters, with "
-                "rank 0's optimizer state."
-            )
+        if not ranks:
+            return problem
         saved = ranks[comm.rank]["parameters"]
-        if saved and not self.steps_of_round:  # the ranks agree, and have loaded the average
-            saved, problem = {}, problem or _OTHER_ROUNDS
         params = dict(self._module.named_parameters())
         self._apart = {param: None for name, param in params.items() if name in saved}
         with torch.no_grad():

@@ -11,23 +11,58 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.own_pace import ParameterPart
 from lightning_ring.comm import sealed
 from lightning_ring.comm.waiting import CHECK_SECONDS, ranks_text
 from lightning_ring.errors import CollectiveError
 
+_ALIGNMENT = 16  # bytes: a view of any dtype may begin there
 TOLD_BYTES = 16  # after the weights of an answer: whether to stop, and the delay
 PULL, REST = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)  # questions
 
 Gradients = Sequence[Tensor | None]  # one for each weight of a server
 Settings = dict[tuple[int, str], Any]  # by group and key: learning rates and the like
+
+
+class ParameterPart(NamedTuple):
+    """Some of the parameters by number, and where each begins in a message of bytes."""
+
+    indices: Sequence[int] = ()
+    offsets: Sequence[int] = ()
+    nbytes: int = 0
+
+    def views(self, message: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+        """The memory of each parameter in the uint8 ``message``, with its shape; ``params`` are
+        all of them.
+        """
+        views = []
+        for index, offset in zip(self.indices, self.offsets, strict=True):
+            param = params[index]
+            memory = message[offset : offset + param.nbytes]
+            views.append(memory.view(param.dtype).view(param.shape))
+        return views
+
+
+def parts_of(params: Sequence[Tensor], num_parts: int) -> list[ParameterPart]:
+    """``params`` in parts of about equally many bytes: the largest first, to the part that has
+    least. There are no more parts than parameters.
+    """
+    count = min(num_parts, len(params))
+    indices: list[list[int]] = [[] for _ in range(count)]
+    offsets: list[list[int]] = [[] for _ in range(count)]
+    ends = [0] * count
+    for index in sorted(range(len(params)), key=lambda index: -params[index].nbytes):
+        part = ends.index(min(ends))
+        indices[part].append(index)
+        offsets[part].append(ends[part])
+        ends[part] += -(-params[index].nbytes // _ALIGNMENT) * _ALIGNMENT
+    return [ParameterPart(*part) for part in zip(indices, offsets, ends, strict=True)]
 
 
 def settings_of(optimizer: Optimizer) -> Settings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,29 +11,27 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from lightning_ring.algorithms.algorithm import Algorithm, log
-from lightning_ring.algorithms.own_pace import (
-    ParameterPart,
-    meet_for_pause,
-    meet_to_stop,
-    parts_of,
-)
+from lightning_ring.algorithms.algorithm import Algorithm, Tell, log
+from lightning_ring.algorithms.hooks import check_same_parameters, steps_module
 from lightning_ring.algorithms.server.server import (
     PULL,
     REST,
     TOLD_BYTES,
+    ParameterPart,
     WeightServer,
+    parts_of,
     settings_of,
 )
 from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.comm import sealed
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
-from lightning_ring.comm.replicate import check_same_description
+from lightning_ring.comm.replicate import check_same_description, params_of
 from lightning_ring.comm.requests import Requests
 from lightning_ring.errors import ConfigurationError, RingError, check_arguments
 from lightning_ring.gradients.backward import around_closure
 
+_STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)  # what a rank wants; steps since the last pause
 _STATE = (
     "the state of this optimizer is with the parameter servers, which step in its place. For the "
     "full state save a checkpoint (trainer.save_checkpoint, fabric.save), or call "
@@ -127,8 +125,8 @@ class ParameterServer(Algorithm):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         comm: Communicator,
-        warn: Callable[[str], None] = log.warning,
-        inform: Callable[[str], None] = log.info,
+        warn: Tell = log.warning,
+        inform: Tell = log.info,
     ) -> None:
         if self.servers is not None and self.servers > comm.world_size:
             raise ConfigurationError(
@@ -160,16 +158,11 @@ class ParameterServer(Algorithm):
         """
         if self._optimizer is None:
             return
-        groups = self._optimizer.param_groups
-        params = [param for group in groups for param in group["params"] if param.requires_grad]
+        params = [param for param in params_of(self._optimizer) if param.requires_grad]
         if self._requests is None:
             self._begin(self._optimizer, params)
-        elif [*map(id, params)] != [*map(id, self._params)]:
-            raise ConfigurationError(
-                "parameters were frozen, unfrozen or added after the first batch, and the servers "
-                "hold those of it. Begin another training from a checkpoint, or use strategy "
-                "'ring'."
-            )
+        else:
+            check_same_parameters(params, self._params, "ParameterServer")
 
     def _begin(self, optimizer: Optimizer, params: list[Parameter]) -> None:
         comm = self._comm
@@ -224,8 +217,7 @@ class ParameterServer(Algorithm):
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if optimizer is self._optimizer:
             return
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if not set(self._module.parameters()).isdisjoint(params):
+        if steps_module(optimizer, self._module):
             raise ConfigurationError(
                 f"a {type(optimizer).__name__} that ParameterServer does not know is about to step "
                 "parameters that its servers hold. Give the one optimizer of all parameters to "
@@ -251,9 +243,13 @@ class ParameterServer(Algorithm):
         if self._requests is None:
             return
         if self.steps_together:  # the servers learn that this rank has ended its epoch
-            self._requests.ask(dict.fromkeys(self._parts, (REST,)), "pause").wait()
-        stepped = meet_for_pause(self._comm, after_steps=self._shown_at != self.num_steps)
-        if stepped and not self.steps_together:
+            self._requests.ask(
+                dict.fromkeys(self._parts, REST), "pause", dict.fromkeys(self._parts, REST.numel())
+            )
+        pause = _PAUSE if self._shown_at == self.num_steps else _PAUSE_AFTER_STEPS
+        while _STOP in (wanted := self._all_want(pause)):
+            pass  # ranks that want to stop first are sent on
+        if _PAUSE_AFTER_STEPS in wanted and not self.steps_together:
             self._ask(dict.fromkeys(self._parts, PULL), "pull")
             self._comm.barrier(name="servers")  # until then nobody pushes
         self._shown_at = self.num_steps
@@ -262,11 +258,8 @@ class ParameterServer(Algorithm):
     def _ask(self, questions: dict[int, Tensor], name: str) -> list[int]:
         """Replace parameters by the answers. Returns whether to stop, and the delay."""
         assert self._requests is not None
-        answers = self._requests.ask(
-            {rank: (question,) for rank, question in questions.items()},
-            name,
-            lengths={rank: (part.nbytes + TOLD_BYTES,) for rank, part in self._parts.items()},
-        ).wait()
+        lengths = {rank: part.nbytes + TOLD_BYTES for rank, part in self._parts.items()}
+        answers = self._requests.ask(questions, name, lengths)
         for rank, part in self._parts.items():
             own: list[Tensor] = [self._params[index] for index in part.indices]
             torch._foreach_copy_(own, part.views(answers[rank], self._params))
@@ -303,10 +296,9 @@ class ParameterServer(Algorithm):
                 f"the script: {_HOW_TO_LOAD} Change parameters by the optimizer alone; or use "
                 "strategy 'ring'."
             )
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._hidden[param], param.grad = param.grad, None
+        for param in params_of(self._optimizer):
+            if param.grad is not None:
+                self._hidden[param], param.grad = param.grad, None
         self._optimizer.state = defaultdict(dict)
 
     def _show(self, *_: Any) -> None:
@@ -359,11 +351,17 @@ class ParameterServer(Algorithm):
         if not self._told_to_stop or self._requests is None:
             return False
         if not self.steps_together:
-            if not meet_to_stop(self._comm):
+            if set(self._all_want(_STOP)) != {_STOP}:
+                # some rank is at the end of its epoch: this one trains on, and asks again later
                 return False
             self._server.told_to_stop = False  # nobody asks it meanwhile
         self._told_to_stop = False
         return True
+
+    def _all_want(self, what: int) -> list[int]:
+        """What each rank wants, once all have come here."""
+        mine = torch.tensor([what])
+        return [int(other) for other in self._comm.all_gather(mine, name="meeting")]
 
     def progress(self) -> str:
         return f"step {self.num_steps}"

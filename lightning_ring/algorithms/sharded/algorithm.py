@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.algorithm import log
+from lightning_ring.algorithms.algorithm import Tell, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import norms
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
@@ -78,8 +78,8 @@ class Sharded(Averaging):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         comm: Communicator,
-        warn: Callable[[str], None] = log.warning,
-        inform: Callable[[str], None] = log.info,
+        warn: Tell = log.warning,
+        inform: Tell = log.info,
     ) -> None:
         self._parameters = None
         self._set, self._sliced = [], WeakValueDictionary()
@@ -164,11 +164,10 @@ class Sharded(Averaging):
 
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
-        assert self._parameters is not None, "attach() comes first"
         self._reads.begin_forward()
         # the compiler takes the size of a parameter's memory, which is that of a whole bucket once
         # it lies in one
-        splits = nullcontext() if self._parameters.buckets else super().forward()
+        splits = nullcontext() if self._attached.buckets else super().forward()
         with splits:
             yield
         if wait:

@@ -15,6 +15,7 @@ from lightning_ring.algorithms.sharded.elementwise import ELEMENTWISE
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
 from lightning_ring.algorithms.sharded.state import ShardedState, State, gather_state, shard_state
+from lightning_ring.comm.replicate import params_of
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.backward import around_closure
 
@@ -149,12 +150,7 @@ class SlicedOptimizer:
         if not is_rank_zero:
             return {}
         mine, full = self.optimizer.state, self._unsharded | state
-        in_order = [
-            param
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if param in full
-        ]
+        in_order = [param for param in params_of(self.optimizer) if param in full]
         self.optimizer.state = defaultdict(
             dict, {key: full[key] for key in [*in_order, *(full.keys() - in_order)]}
         )
@@ -182,7 +178,7 @@ class SlicedOptimizer:
         finally:
             hook.remove()
         saved_ids = [i for group in accepted["param_groups"] for i in group["params"]]
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = params_of(self.optimizer)
         by_id = dict(zip(saved_ids, params, strict=True))
         self._unsharded = {by_id.get(key, key): value for key, value in accepted["state"].items()}
 
@@ -253,17 +249,18 @@ class SlicedOptimizer:
         self._unsharded = {p: s for p, s in self._unsharded.items() if p not in loaded}
         for param in made:
             del self.optimizer.state[param]
-        for param, state in (shard_state(made, shards) | self._cut_mirrors(made)).items():
+        for param, state in self._cut(made).items():
             self.optimizer.state[param] = state | self.optimizer.state.get(param, {})
         if loaded:
-            self._load(shard_state(loaded, shards) | self._cut_mirrors(loaded))
+            self._load(self._cut(loaded))
 
     @property
     def _mirrored(self) -> dict[Parameter, ParameterShard]:
         return self._mirrors.by_param if self._mirrors is not None else {}
 
-    def _cut_mirrors(self, full: State) -> State:
-        return self._mirrors.cut(full) if self._mirrors is not None else {}
+    def _cut(self, full: State) -> State:
+        mirrored = self._mirrors.cut(full) if self._mirrors is not None else {}
+        return shard_state(full, self._parameters.by_param) | mirrored
 
     def _forget_empty(self) -> None:
         """Drop the empty dicts that reading ``optimizer.state[param]`` creates."""
@@ -272,8 +269,7 @@ class SlicedOptimizer:
 
     def _load(self, loaded: State) -> None:
         # the optimizer's own method knows the dtype and the device of each value
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        index = {param: i for i, param in enumerate(params)}
+        index: dict[Any, int] = {p: i for i, p in enumerate(params_of(self.optimizer))}
         state = {
             index.get(key, key): value
             for key, value in (dict(self.optimizer.state) | loaded).items()
@@ -290,12 +286,8 @@ class SlicedOptimizer:
 
     def _add_unsharded(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         if not self._gathering and self._unsharded:
-            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            params = params_of(self.optimizer)
             index = {param: i for i, param in enumerate(params)}
             state_dict["state"].update(
                 {index.get(key, key): value for key, value in self._unsharded.items()}
             )
-
-
-def _is_param(key: Any) -> bool:
-    return isinstance(key, torch.Tensor)

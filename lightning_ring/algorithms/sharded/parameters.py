@@ -232,11 +232,6 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.move_in()
 
-    def memory_of(self, param: Parameter, first: int, numel: int) -> Tensor:
-        """``numel`` elements of ``param`` from ``first`` on, in the bucket's order of memory."""
-        bucket, offset = self._bucket_of[id(param)], self.by_param[param].offset
-        return bucket.flat[offset + first : offset + first + numel]
-
     def own_gradient(self, param: Parameter) -> Tensor | None:
         """This rank's part of ``param.grad``, 1-D, to be changed in place."""
         return self.reducer.shards.of_gradient(param)

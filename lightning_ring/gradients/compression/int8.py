@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
 from lightning_ring.gradients.compression.between_nodes import BetweenNodes, Part, SteppedWork
@@ -25,7 +24,6 @@ from lightning_ring.gradients.compression.blocks import (
     average_in_two_legs,
     rows_of,
 )
-from lightning_ring.host.accelerator import send
 
 LARGEST = 127
 TINY = 1e-30  # the least maximum, whose reciprocal is finite
@@ -84,50 +82,3 @@ def decode_int8(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
 
 
 INT8 = BlockCode(BLOCK, encode_int8, decode_int8, "int8")
-
-
-# the magnitudes of a block, as shares of its largest: 0, 1/64, 1/32, ... 1
-_MAGNITUDES = [0.0, *(2.0**power for power in range(-6, 1))]
-
-
-class FourBit(BetweenNodes):
-    """An eighth of the bytes of float32, for the outer gradients of `DiLoCo`: it keeps no error for
-    the next average.
-
-    A block of 256 values x travels as s = max|x|, in float32, and for each value its sign and the
-    nearest of 0, s/64, s/32, ... s: the eight magnitudes of E3M0 (a sign, three bits of exponent,
-    none of mantissa), whose largest is at s. The paper says of its range only that it is E3M0. As
-    with `Int8` owners of shards sum in float32. They send the average in the same form, which the
-    paper does not say either: there 4 bits are those of the replicas' own gradients.
-
-    Source: Douillard et al., "Streaming DiLoCo with overlapping communication: towards a
-    distributed free lunch" (2025), arXiv:2501.18512, section 2.4.
-    """
-
-    name = "4 bits"
-
-    def average(self, part: Part) -> Iterator[Work]:
-        return average_in_two_legs(part, FOUR_BIT)
-
-
-def _encode_4_bits(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
-    """Two to a byte, those of the second half of all values in the high bits."""
-    rows = pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-    scale = rows.abs().amax(1, keepdim=True)
-    scales[: len(rows)].copy_(scale.view(-1))
-    middles = send(torch.tensor(_MAGNITUDES), values.device).unfold(0, 2, 1).mean(1)
-    code = torch.bucketize(rows.abs() / scale.clamp_min(TINY), middles, out_int32=True)
-    low, high = (code + 8 * rows.signbit()).to(torch.uint8).view(2, -1)
-    numbers.view(torch.uint8)[: low.numel()].copy_(low + 16 * high)
-
-
-def _decode_4_bits(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
-    num_blocks = -(-values.numel() // BLOCK)
-    packed = numbers.view(torch.uint8)[: num_blocks * BLOCK // 2]
-    code = torch.cat([packed & 15, packed >> 4]).int()
-    table = send(torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)]), values.device)
-    rows = table[code].view(-1, BLOCK) * scales[:num_blocks].unsqueeze(1)
-    values.copy_(rows.view(-1)[: values.numel()])
-
-
-FOUR_BIT = BlockCode(BLOCK // 2, _encode_4_bits, _decode_4_bits)

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_ring.comm.communicator import Communicator, as_bytes
 from lightning_ring.comm.replicate import broadcast_buffers, broadcast_tensors
+from lightning_ring.integrations.lightning.whole_weights import OwnCallback
 from lightning_ring.options import BroadcastBuffers
 
 
@@ -96,7 +97,7 @@ class BufferBroadcast:
         )
 
 
-class BroadcastAfterSwap(pl.Callback):
+class BroadcastAfterSwap(OwnCallback):
     """The last of all callbacks: broadcasts again, if another callback may replace buffers of the
     module.
 
@@ -105,11 +106,7 @@ class BroadcastAfterSwap(pl.Callback):
     statistics.
     """
 
-    def __init__(self, broadcast: Callable[[], None]) -> None:
-        self.broadcast = broadcast
-
     def follow(self, trainer: pl.Trainer) -> None:
-        self.leave(trainer)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if any(
             type(one).on_validation_epoch_start is not pl.Callback.on_validation_epoch_start
@@ -117,12 +114,8 @@ class BroadcastAfterSwap(pl.Callback):
         ):
             callbacks.append(self)
 
-    def leave(self, trainer: pl.Trainer) -> None:
-        if self in (callbacks := trainer.callbacks):  # type: ignore[attr-defined]
-            callbacks.remove(self)
-
     def on_validation_epoch_start(self, *_: Any) -> None:
-        self.broadcast()
+        self.act()
 
 
 def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

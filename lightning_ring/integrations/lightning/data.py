@@ -51,8 +51,9 @@ class TrainingLoaders:
 
     def __init__(self) -> None:
         self._num_loaders = 1
-        self._mode = ""  # of several loaders
-        self._bounds: list[tuple[float, bool]] = []  # so far: batches, and whether that is exact
+        self._mode = "max_size_cycle"  # of several loaders
+        self._num_batches: list[float] = []  # of each loader so far, under the Trainer's limit
+        self._exact = True  # none of them may end before
 
     def follow(self, trainer: Trainer) -> None:
         """Learn how many loaders ``trainer`` has, now and whenever they are reloaded."""
@@ -67,14 +68,20 @@ class TrainingLoaders:
         combined = isinstance(loaders, CombinedLoader)
         self._mode = loaders._mode if combined else "max_size_cycle"
         self._num_loaders = len(_tree_flatten(loaders.iterables if combined else loaders)[0])
-        self._bounds = []
+        self._num_batches, self._exact = [], True
         return loaders
 
     def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Policy) -> Any:
         """Return the loader that ``trainer`` reads instead of ``dataloader``. Collective.
 
         With the policy ``"alone"`` for training loaders only: ranks may come to an evaluation at
-        different times.
+        different times. Ranks may differ in each of several loaders, not in the number of batches
+        that all give together.
+
+        Raises:
+            UnevenBatchesError: They differ in that, on every rank, and do not join.
+            ConfigurationError: One of several loaders does not tell its length, or they are to
+                join.
         """
         warn_of_padding(dataloader, comm.world_size)
         trains = (
@@ -84,70 +91,48 @@ class TrainingLoaders:
             check_same_images(dataloader, comm)
         if not trains:
             return dataloader
-        limit, needed = trainer.limit_train_batches, _batches_until_the_end(trainer)
-        if self._num_loaders < 2:
-            return agree_on_batches(dataloader, comm, policy, limit=limit, needed=needed)
-        length = sized_len(dataloader)
-        bound = _limited(math.inf if length is None else length, limit)
-        self._bounds.append((bound, length is not None and not _is_stream(dataloader)))
-        if len(self._bounds) == self._num_loaders:
-            self._compare_several(comm, policy, needed)
-        return dataloader
+        if isinstance(dataloader, AgreedLoader):  # of an earlier fit, in a `CombinedLoader`
+            dataloader = dataloader._loader
+        length, limit = sized_len(dataloader), trainer.limit_train_batches
+        self._num_batches.append(_limited(math.inf if length is None else length, limit))
+        self._exact &= length is not None and not _is_stream(dataloader)
+        if len(self._num_batches) < self._num_loaders:
+            return dataloader
+        return self._agree(dataloader, length, comm, policy, _batches_until_the_end(trainer))
 
-    def _compare_several(self, comm: Communicator, policy: Policy, needed: float) -> None:
-        """Ranks may differ in each loader, not in the number of batches that all give together.
-
-        Raises:
-            UnevenBatchesError: They differ in that, on every rank.
-            ConfigurationError: Some loader does not tell its length, or they are to join.
-        """
-        bounds, exact = zip(*self._bounds, strict=True)
-        number = _OF_ALL.get(self._mode, max)(list(bounds))
-        described = comm.all_gather_object((number, all(exact)), name="lengths of loaders")
-        if not all(is_exact for _, is_exact in described):
+    def _agree(
+        self, loader: Any, length: int | None, comm: Communicator, policy: Policy, needed: float
+    ) -> Any:
+        """``needed``: the number of batches after which training ends anyway; ``inf`` if open."""
+        mine = _OF_ALL.get(self._mode, max)(self._num_batches), length, self._exact
+        described: list[tuple[float, int | None, bool]] = comm.all_gather_object(
+            mine, name="length of the training loader"
+        )
+        numbers = [number for number, _, _ in described]
+        lengths = [known for _, known, _ in described if known is not None]
+        exact, several = all(is_exact for _, _, is_exact in described), self._num_loaders > 1
+        if several and not exact:
             raise ConfigurationError(
                 f"the fit got {self._num_loaders} training loaders, of which one has an iterable "
                 "data set or no length: ranks could not tell which of them ends first. Use one "
                 "training loader, or data sets with a length."
             )
-        numbers = [number for number, _ in described]
-        if policy == "alone":
-            _check_none_is_without(numbers)
-        elif min(numbers) < min(max(numbers), needed):
-            if policy == "join":
-                raise _several_cannot_join(self._num_loaders)
+        if len(lengths) < comm.world_size:
+            return AgreedLoader(loader, comm, policy, None)
+        uneven = policy != "alone" and min(numbers) < min(max(numbers), needed)
+        if policy == "alone" and min(numbers) == 0 < max(numbers):
+            raise UnevenBatchesError(_none_at_all(numbers))
+        if uneven and policy == "error":
             raise UnevenBatchesError(f"{_different_numbers(numbers)} {_WHAT_TO_DO}")
-
-
-def agree_on_batches(
-    loader: Any, comm: Communicator, policy: Policy, *, limit: float, needed: float
-) -> Any:
-    """Return ``loader`` if all ranks have the batches that ``policy`` asks for; else follow it.
-    Collective.
-
-    ``limit`` is ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a
-    float. ``needed`` is the number of batches after which training ends anyway (from
-    ``max_steps``); ``inf`` if open.
-    """
-    if isinstance(loader, AgreedLoader):  # from an earlier fit, in the script's `CombinedLoader`
-        loader = loader._loader
-    described: list[tuple[int | None, bool]] = comm.all_gather_object(
-        (sized_len(loader), _is_stream(loader)), name="length of the training loader"
-    )
-    lengths = [length for length, _ in described if length is not None]
-    if len(lengths) < comm.world_size:
-        return AgreedLoader(loader, comm, policy, None)
-    streams = any(is_stream for _, is_stream in described)
-    used = [int(_limited(length, limit)) for length in lengths]
-    length = max(lengths)
-    if policy == "alone":
-        _check_none_is_without(used)
-        length = lengths[comm.rank]
-    elif min(used) < min(max(used), needed):
-        if policy == "error":
-            raise UnevenBatchesError(f"{_different_numbers(used)} {_WHAT_TO_DO}")
-        return AgreedLoader(loader, comm, policy, length)
-    return AgreedLoader(loader, comm, policy, length) if streams else loader
+        if uneven and several:
+            raise ConfigurationError(
+                f"RingStrategy(uneven='join') was given {self._num_loaders} training loaders, "
+                "expected one. Combine them into one data set, or use uneven='error'."
+            )
+        if exact and not uneven:
+            return loader
+        longest = lengths[comm.rank] if policy == "alone" else max(lengths)
+        return AgreedLoader(loader, comm, policy, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +162,7 @@ class AgreedLoader:
         self._length = length
         # Lightning fetches batches ahead, so a status waits here until its batch is trained on.
         # With "error" none is needed: all ranks have data whenever one has.
-        self._statuses: deque[BatchStatus] = deque()
+        self.statuses: deque[BatchStatus] = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # during unpickling: nothing to delegate to yet
@@ -190,7 +175,7 @@ class AgreedLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        self._statuses.clear()
+        self.statuses.clear()
         batches = iter(self._loader)
         last: Any = None
         step = 0
@@ -207,16 +192,13 @@ class AgreedLoader:
             if not all(having):
                 self._allow(having, step)
             if self.joins:
-                self._statuses.append(BatchStatus(sum(having), has_data))
+                self.statuses.append(BatchStatus(sum(having), has_data))
             yield batch
             last, step = batch, step + 1
 
     @property
     def joins(self) -> bool:
         return self._policy == "join"
-
-    def next_status(self) -> BatchStatus:
-        return self._statuses.popleft()
 
     def _allow(self, having: list[bool], step: int) -> None:
         """Raise the error once every rank knows of it: if a rank ended earlier, the others would
@@ -243,7 +225,7 @@ class ActiveRanks:
     """
 
     def __init__(self) -> None:
-        self.loader: AgreedLoader | None = None  # that continues until no rank has data
+        self._loader: AgreedLoader | None = None  # that continues until no rank has data
         self.during_step: BatchStatus | None = None  # the current status while a training step runs
         self._current: BatchStatus | None = None
         self._window_ranks = 0
@@ -252,27 +234,24 @@ class ActiveRanks:
     def has_data(self) -> bool:
         return self._current is None or self._current.has_data
 
-    def find_loader(self, trainer: Trainer) -> None:
-        """Find the fit's training loader that joins, if any. Reloading loaders may change it."""
-        combined = trainer.fit_loop._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        agreed = [loader for loader in loaders if isinstance(loader, AgreedLoader)]
-        joining = next((loader for loader in agreed if loader.joins), None)
-        if joining is not None and joining is not self.loader:
-            _check_join_allowed(len(loaders), trainer.lightning_module)
-        self.loader = joining
-
-    def take(self, batch_idx: int, accumulate_grad_batches: int) -> int | None:
+    def take(self, trainer: Trainer, batch_idx: int) -> int | None:
         """Take the next batch. Returns the number of ranks that its gradient averages over, `None`
         for all.
 
         With gradient accumulation a rank counts if it had data for the first micro-batch.
         """
-        if self.loader is None:
+        combined = trainer.fit_loop._combined_loader
+        loaders = combined.flattened if combined is not None else []
+        agreed = (loader for loader in loaders if isinstance(loader, AgreedLoader))
+        joining = next((loader for loader in agreed if loader.joins), None)
+        if joining is None:
             self._current = None  # an earlier loader may have ended without data on this rank
             return None
-        self._current = self.loader.next_status()
-        if batch_idx % accumulate_grad_batches == 0:
+        if joining is not self._loader:  # the first, or one that was reloaded
+            _check_join_allowed(trainer.lightning_module)
+            self._loader = joining
+        self._current = joining.statuses.popleft()
+        if batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_ranks = self._current.active_ranks
         return self._window_ranks
 
@@ -349,20 +328,12 @@ def _listed(having: Sequence[object], wanted: bool) -> str:
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
-def _check_none_is_without(numbers: Sequence[float]) -> None:
-    """Raise `UnevenBatchesError` if some ranks have no batch and others have: ``numbers``, by
-    rank.
-    """
-    if min(numbers) == 0 < max(numbers):
-        raise UnevenBatchesError(_none_at_all(numbers))
-
-
 def _is_stream(loader: Any) -> bool:
     """Whether the loader may end before its length: iterable data sets may."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def _check_join_allowed(num_loaders: int, module: LightningModule) -> None:
+def _check_join_allowed(module: LightningModule) -> None:
     """Check the conditions of ``uneven="join"``, without which the ranks' collectives would
     differ.
     """
@@ -378,15 +349,6 @@ def _check_join_allowed(num_loaders: int, module: LightningModule) -> None:
             "fetches batches by itself, so that it is unknown which rank has data. Let it take "
             "(batch, batch_idx), or use uneven='error'."
         )
-    if num_loaders > 1:
-        raise _several_cannot_join(num_loaders)
-
-
-def _several_cannot_join(num_loaders: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. "
-        "Combine them into one data set, or use uneven='error'."
-    )
 
 
 def _limited(length: float, limit: float) -> float:
@@ -420,15 +382,13 @@ def warn_of_padding(dataloader: object, world_size: int) -> None:
     if written_sampler(sampler) is not sampler:
         name += ", cut for the ranks,"
     num_padded = sampler.total_size - num_samples
-    if sampler.drop_last and num_padded < 0:
+    what = f"repeats {num_padded} of them each epoch, so that all ranks have equally many"
+    if num_padded < 0 and sampler.drop_last:
+        what = f"drops {-num_padded} of them each epoch"
+    if num_padded > 0 or (num_padded and sampler.drop_last):
         rank_zero_warn(
             f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
-            f"{name} drops {-num_padded} of them each epoch."
-        )
-    elif num_padded > 0:
-        rank_zero_warn(
-            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
-            f"{name} repeats {num_padded} of them each epoch, so that all ranks have equally many."
+            f"{name} {what}."
         )
 
 

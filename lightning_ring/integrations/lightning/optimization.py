@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import ShardsState
 from lightning_ring.errors import ConfigurationError
 
 _NAME = "no_sync"
@@ -127,14 +128,10 @@ def _warn_of_none(rank: int) -> None:
     )
 
 
-def check_algorithm(
-    algorithm: Algorithm, trainer: pl.Trainer, timeline_switch: object | None
-) -> None:
-    """``timeline_switch``: the signal or the file that switches the timeline, if any.
-
+def check_algorithm(algorithm: Algorithm, trainer: pl.Trainer) -> None:
+    """
     Raises:
-        ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this
-            timeline.
+        ConfigurationError: ``algorithm`` cannot train with this loss scaler or this clipping.
     """
     if algorithm.steps_alone:
         refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
@@ -142,32 +139,35 @@ def check_algorithm(
         raise ConfigurationError(
             f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
         )
-    if not algorithm.steps_together and timeline_switch is not None:
-        raise ConfigurationError(
-            f"the timeline is to be switched by {timeline_switch}, at a step that all ranks take "
-            f"together, and under {type(algorithm).__name__} each rank has steps of its own. Give "
-            "timeline a path."
-        )
 
 
-def refuse_clipping(plugin: Precision, algorithm: Algorithm) -> None:
-    """Until `allow_clipping`: `self.clip_gradients` of a module raises, if ``algorithm`` cannot
-    have that.
+def follow_clipping(plugin: Precision, algorithm: Algorithm) -> None:
+    """Until `leave_clipping`: a norm that ``plugin`` clips by covers the shards of all ranks; and
+    `self.clip_gradients` of a module raises, if ``algorithm`` cannot have that.
     """
-    clip, why = plugin.clip_gradients, algorithm.refuses_clipping
-    if not why:
-        return
-
-    def refuse(optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
-        if clip_val > 0:
-            raise ConfigurationError(f"gradients were about to be clipped at {clip_val}, but {why}")
-        clip(optimizer, clip_val, *args, **kwargs)
-
-    plugin.clip_gradients = refuse  # type: ignore[method-assign]
+    if algorithm.refuses_clipping:
+        plugin.clip_gradients = partial(_refuse_to_clip, plugin.clip_gradients, algorithm)  # type: ignore[method-assign]
+    plain = type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
+    if plain and isinstance(algorithm, ShardsState):
+        plugin.clip_grad_by_norm = partial(_clip_by_norm, plugin, algorithm)  # type: ignore[method-assign]
 
 
-def allow_clipping(plugin: Precision) -> None:
-    vars(plugin).pop("clip_gradients", None)
+def leave_clipping(plugin: Precision) -> None:
+    for name in ("clip_gradients", "clip_grad_by_norm"):
+        vars(plugin).pop(name, None)
+
+
+def _refuse_to_clip(
+    clip: Any, algorithm: Algorithm, optimizer: Any, clip_val: float = 0.0, *how: Any, **named: Any
+) -> None:
+    if clip_val > 0:
+        why = algorithm.refuses_clipping
+        raise ConfigurationError(f"gradients were about to be clipped at {clip_val}, but {why}")
+    clip(optimizer, clip_val, *how, **named)
+
+
+def _clip_by_norm(plugin: Precision, algorithm: Algorithm, optimizer: Any, clip_val: float) -> None:
+    algorithm.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
 
 def refuse_scaler(precision: Any, algorithm: str) -> None:

@@ -7,10 +7,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -18,7 +17,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.integrations.lightning.data import ActiveRanks
 from lightning_ring.integrations.ranks.environment import RingEnvironment
@@ -28,8 +26,6 @@ from lightning_ring.options import RingOptions
 
 if TYPE_CHECKING:
     from lightning_ring.monitor.step_timeline import StepTimeline
-
-T = TypeVar("T")
 
 
 class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
@@ -49,7 +45,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
         # here, and below: who only imports a strategy loads neither the monitor nor a launcher
         from lightning_ring.monitor.step_timeline import StepTimeline
-        from lightning_ring.timeline.settings import timeline_settings
+        from lightning_ring.timeline.settings import timeline_path
 
         super().__init__(
             cluster_environment=RingEnvironment(),
@@ -60,7 +56,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self.options = options
         self.listeners: list[Listener] = []
         self.timeline: StepTimeline = StepTimeline(
-            timeline_settings(options.timeline, os.environ), self.listeners
+            timeline_path(options.timeline, os.environ), self.listeners
         )
         self._active_ranks = ActiveRanks()
 
@@ -69,7 +65,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     def set_world_ranks(self) -> None:
         if not self.ring_environment.creates_processes_externally:
             super().set_world_ranks()  # ranks that Lightning spawns or forks
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         from lightning_ring.monitor.terminal import replace_bars
@@ -94,15 +90,6 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     # -- collectives that Lightning and the user call
 
-    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
-        if self._comm is not None and not self._alone:
-            self._comm.barrier(name=name or "")
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._comm is None or self._alone:
-            return obj
-        return self._comm.broadcast_object(obj, src=src, name="strategy.broadcast")
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._comm is None or not isinstance(tensor, Tensor):
             return tensor
@@ -123,25 +110,11 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self._report(exception)
 
     @property
-    def communicator(self) -> Communicator | None:
-        """What all ranks exchange tensors through, in one order of calls; `None` in a single
-        process.
-        """
-        return self._comm
-
-    @property
     def has_data(self) -> bool:
         """Whether this rank's batch counts; not where it ran out of data and repeats one
         (``uneven="join"``).
         """
         return self._active_ranks.has_data
-
-    @property
-    def _comm(self) -> Communicator | None:
-        """`None` in a single process, and before `setup_environment`."""
-        if self._job is None or (self.world_size == 1 and not self.options.force_communication):
-            return None
-        return self._job.communicator
 
     @property
     def _trainer(self) -> pl.Trainer | None:

@@ -63,7 +63,7 @@ class StopRequests:
             for number in stop_signals():
                 signal.signal(number, lambda *_: self.request(StopRequest.STOP))
         requeue = self._requeue_signal
-        if requeue is None or not in_slurm_job(os.environ) or requeue in stop_signals():
+        if requeue is None or not in_slurm_job() or requeue in stop_signals():
             return
         # as Lightning: a handler of the user's stays
         if signal.getsignal(requeue) == signal.SIG_DFL:
@@ -117,18 +117,14 @@ def leave_sigterm_to_the_buckets(trainer: pl.Trainer) -> None:
     If ranks take different numbers of steps, one would wait in that group and one in the
     communicator, forever. The communicator alone detects the error.
     """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
-
-
-def _nothing() -> None:
-    return None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 _SCONTROL_SECONDS = 60.0
 
 
-def in_slurm_job(environ: Mapping[str, str]) -> bool:
-    return "SLURM_JOB_ID" in environ
+def in_slurm_job() -> bool:
+    return "SLURM_JOB_ID" in os.environ
 
 
 def save_and_requeue(trainer: pl.Trainer) -> bool:

@@ -15,7 +15,6 @@ act at the same step. With one process there is no communicator, and hooks are t
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -41,7 +40,7 @@ from lightning_ring.algorithms.hooks import StepHooks
 from lightning_ring.algorithms.optional import ShardsState
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.comm.replicate import broadcast_module, check_same_model
+from lightning_ring.comm.replicate import broadcast_module, check_same_model, params_of
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sharded_gradient import sum_of_squares
@@ -57,10 +56,10 @@ from lightning_ring.integrations.lightning.data import ActiveRanks, Policy, Trai
 from lightning_ring.integrations.lightning.optimization import (
     ZeroLoss,
     add_no_sync,
-    allow_clipping,
     calls_manual_backward,
     check_algorithm,
-    refuse_clipping,
+    follow_clipping,
+    leave_clipping,
     remove_no_sync,
 )
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
@@ -73,10 +72,12 @@ from lightning_ring.integrations.lightning.stop_requests import (
     stop_signals,
 )
 from lightning_ring.integrations.lightning.whole_weights import (
-    ShardedHooks,
     ShowAverages,
     average_weight_averages,
+    complete_parameters_in_hooks,
+    leave_trainer,
     show_averages,
+    steps_may_overlap,
     wait_parameters,
 )
 from lightning_ring.options import (
@@ -185,7 +186,6 @@ class RingStrategy(RankedStrategy):
         )
         self.algorithm = Algorithm()  # of the current fit, or the last one
         self._step_hooks: StepHooks | None = None  # in a fit of several ranks
-        self._sharded_hooks: ShardedHooks | None = None
         self._recorded: RecordedCommunicator | None = None
         self._zero_loss = ZeroLoss()
         self._calls_manual_backward = False
@@ -194,8 +194,6 @@ class RingStrategy(RankedStrategy):
         self.keeps_freed_memory = False
         self._saved_states = SavedStates()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
-        self._after_swap = BroadcastAfterSwap(self._broadcast_buffers)
-        self._averages = ShowAverages(self._show_averages)
 
     # -- what users call
 
@@ -256,7 +254,8 @@ class RingStrategy(RankedStrategy):
             check_same_model(self.model, self._comm)
             if not self._holds_equal_state:
                 broadcast_module(self.model, self._comm)
-            self._after_swap.follow(trainer)
+            leave_trainer(trainer)
+            BroadcastAfterSwap(self._broadcast_buffers).follow(trainer)
         if not fitting:
             self.setup_precision_plugin()
             return
@@ -292,16 +291,14 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
-        check_algorithm(self.algorithm, trainer, self.timeline.settings.switch)
-        refuse_clipping(self.precision_plugin, self.algorithm)
+        check_algorithm(self.algorithm, trainer)
+        follow_clipping(self.precision_plugin, self.algorithm)
         if self.algorithm.steps_alone:
-            self._averages.follow(trainer)
+            trainer.callbacks.insert(0, ShowAverages(self._show_averages))  # type: ignore[attr-defined]
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, ShardsState):
-            self._sharded_hooks = ShardedHooks(
-                trainer, self.precision_plugin, self.algorithm, self._wait_parameters
-            )
+            complete_parameters_in_hooks(trainer, self._wait_parameters)
         _inform(
             f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
             f"{type(comm).__name__}{self.algorithm.description()}"
@@ -338,16 +335,12 @@ class RingStrategy(RankedStrategy):
     def _leave_training(self) -> None:
         """Take back what `setup` has changed in module, plugins and Trainer."""
         self._remove_step_hooks()
-        allow_clipping(self.precision_plugin)
+        leave_clipping(self.precision_plugin)
         if self.model is not None:
             remove_no_sync(self.model)
         if self._trainer is not None:
-            self._after_swap.leave(self._trainer)
-            self._averages.leave(self._trainer)
+            leave_trainer(self._trainer)
             self._training_loaders.release(self._trainer)
-        if self._sharded_hooks is not None:
-            self._sharded_hooks.remove()
-            self._sharded_hooks = None
         self.algorithm.detach(wait=not self._alone)
         self._active_ranks = ActiveRanks()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
@@ -355,7 +348,7 @@ class RingStrategy(RankedStrategy):
     # -- training
 
     def process_dataloader(self, dataloader: object) -> object:
-        if in_slurm_job(os.environ):
+        if in_slurm_job():
             signals = [*stop_signals(), self.options.requeue_signal]
             ignore_in_workers(dataloader, list(filter(None, signals)), self.global_rank)
         if self._comm is None or self._trainer is None:
@@ -365,8 +358,8 @@ class RingStrategy(RankedStrategy):
 
     def on_train_start(self) -> None:
         self._catch_stop_signals()
-        if self._sharded_hooks is not None:
-            self._sharded_hooks.begin_training()
+        if isinstance(self.algorithm, ShardsState) and self._trainer is not None:
+            self.algorithm.overlaps = steps_may_overlap(self._trainer)
         super().on_train_start()
         self.timeline.begin_training()
         if self.options.keep_freed_memory and self.root_device.type == "cpu":
@@ -393,8 +386,7 @@ class RingStrategy(RankedStrategy):
         if self._step_hooks is not None:
             if self.algorithm.agreed_to_stop():
                 self._follow_requests(trainer)
-            self._active_ranks.find_loader(trainer)
-            self.algorithm.begin_batch(self._active_ranks.take(batch_idx, accumulate))
+            self.algorithm.begin_batch(self._active_ranks.take(trainer, batch_idx))
         if comm is not None:
             if self.algorithm.steps_together:
                 self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
@@ -460,9 +452,9 @@ class RingStrategy(RankedStrategy):
         def closure_or_none() -> Any:
             with algorithm.backwards.plain_backwards(reduced=reduced):
                 loss = closure()
-            algorithm.backwards.check_gradients(optimizer)
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            if self._zero_loss.in_use and all(param.grad is None for param in params):
+            algorithm.before_step(optimizer, has_closure=False)
+            no_gradient = all(param.grad is None for param in params_of(optimizer))
+            if self._zero_loss.in_use and no_gradient:
                 return None  # no rank has a gradient: a loss scaler must not look for one
             return loss
 
@@ -474,12 +466,13 @@ class RingStrategy(RankedStrategy):
         wait_parameters(self.algorithm, alone=self._alone)
 
     def _show_averages(self) -> None:
-        if self._step_hooks is not None:
-            with self._reporting_failures():
-                show_averages(self.algorithm, alone=self._alone)
-                if self.algorithm.steps_alone and not self._alone and self._trainer is not None:
-                    assert self._comm is not None
-                    average_weight_averages(self._trainer, self._comm, self.root_device)
+        if self._step_hooks is None or not self.algorithm.steps_alone:
+            return
+        with self._reporting_failures():
+            show_averages(self.algorithm, alone=self._alone)
+            if not self._alone and self._trainer is not None:
+                assert self._comm is not None
+                average_weight_averages(self._trainer, self._comm, self.root_device)
 
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()

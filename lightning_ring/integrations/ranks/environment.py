@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import cycle, islice
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from lightning.fabric import accelerators as fabric_accelerators
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.connector import _Connector
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -33,7 +32,6 @@ from lightning_ring.job.members import shares_gpus
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
 from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import reserve_port
-from lightning_ring.options import RingOptions
 
 
 class RingEnvironment(ClusterEnvironment):
@@ -343,33 +341,6 @@ def devices_for(
     return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))
 
 
-def choose_launcher(
-    strategy: Any,
-    environment: RingEnvironment,
-    options: RingOptions,
-    num_nodes: int,
-    multiprocessing: Callable[..., Any],
-) -> Any:
-    """The launcher that starts the ranks; `None` in a rank, and for a single process.
-
-    ``multiprocessing`` is the class that spawns and forks, of the Trainer's strategies or of
-    Fabric's.
-    """
-    if environment.creates_processes_externally:
-        return None
-    if options.start_method != "popen":
-        return multiprocessing(strategy, start_method=options.start_method)
-    if strategy.num_processes * num_nodes == 1:
-        return None
-    if _IS_INTERACTIVE:  # a notebook is no script that could be run once a rank
-        return multiprocessing(strategy, start_method="fork")
-    from lightning_ring.integrations.ranks.launcher import RingLauncher  # no rank needs it
-
-    leave_start_up_messages_to_rank_0()
-    use_mpi = options.backend in ("auto", "mpi")
-    return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)
-
-
 _RANK_0_SAYS = ("GPU available", "TPU available", "💡 Tip")
 
 
@@ -377,11 +348,9 @@ def leave_start_up_messages_to_rank_0() -> None:
     """In the process that starts the ranks: they build the same Trainer again, and rank 0 prints
     these.
     """
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_said_by_rank_0)
-
-
-def _is_not_said_by_rank_0(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_RANK_0_SAYS)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: not record.getMessage().startswith(_RANK_0_SAYS)
+    )
 
 
 def ignore_deprecations_between_libraries() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
@@ -75,15 +75,12 @@ class RingLauncher(_Launcher):
                 "train.py`, mpirun, srun or torchrun."
             )
         check_not_started_again(os.environ)
-        self._start_and_wait(trainer)
-
-    def kill(self, signum: int) -> None:
-        """Lightning calls it when it gets a signal itself. In a rank there is nothing to kill."""
-        if self._job is not None:
-            self._job.kill(signum)
-
-    def _start_and_wait(self, trainer: pl.Trainer | None) -> NoReturn:
-        with self._new_job() as self._job:
+        started: AbstractContextManager[Supervisor | ElasticJob]
+        if self._limits is not None:
+            started = elastic_script_job(self._limits)
+        else:
+            started = script_job(self._num_processes, use_mpi=self._use_mpi)
+        with started as self._job:
             code = self._job.run()
         if trainer is not None:
             # Lightning now treats the exit as an interrupted fit; it must not save or log in the
@@ -92,7 +89,7 @@ class RingLauncher(_Launcher):
             trainer.loggers = []
         raise JobFinished(code)
 
-    def _new_job(self) -> AbstractContextManager[Supervisor | ElasticJob]:
-        if self._limits is not None:
-            return elastic_script_job(self._limits)
-        return script_job(self._num_processes, use_mpi=self._use_mpi)
+    def kill(self, signum: int) -> None:
+        """Lightning calls it when it gets a signal itself. In a rank there is nothing to kill."""
+        if self._job is not None:
+            self._job.kill(signum)

@@ -4,10 +4,11 @@ the collectives that users call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
@@ -16,9 +17,9 @@ from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
 from lightning_ring.integrations.ranks.environment import (
     RingEnvironment,
     check_request,
-    choose_launcher,
     devices_for,
     ignore_deprecations_between_libraries,
+    leave_start_up_messages_to_rank_0,
     requested_devices,
 )
 from lightning_ring.job.job import Job
@@ -26,6 +27,8 @@ from lightning_ring.options import RingOptions
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.data import BatchStatus
+
+T = TypeVar("T")
 
 
 class OnRingRanks:
@@ -46,6 +49,25 @@ class OnRingRanks:
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """What all ranks exchange tensors through, in one order of calls; `None` in a single
+        process.
+        """
+        return self._comm
+
+    @property
+    def _comm(self: Any) -> Communicator | None:
+        """`None` in a single process, and before the ranks are connected."""
+        if self._job is None or (self.world_size == 1 and not self.options.force_communication):
+            return None
+        return self._job.communicator
+
+    @property
+    def _alone(self) -> bool:
+        """Whether what this rank does must not wait for others, as after an exception."""
+        return False
 
     @property
     def hosts(self) -> list[str]:
@@ -74,9 +96,21 @@ class OnRingRanks:
         self._launcher = self._choose_launcher(request.num_nodes)
 
     def _choose_launcher(self: Any, num_nodes: int) -> Any:
-        return choose_launcher(
-            self, self.ring_environment, self.options, num_nodes, self.multiprocessing_launcher
-        )
+        """The launcher that starts the ranks; `None` in a rank, and for a single process."""
+        if self.ring_environment.creates_processes_externally:
+            return None
+        forks = _IS_INTERACTIVE and self.num_processes * num_nodes > 1
+        method = self.options.start_method
+        if method != "popen" or forks:  # a notebook is no script that could be run once a rank
+            method = "fork" if method == "popen" else method
+            return self.multiprocessing_launcher(self, start_method=method)
+        if self.num_processes * num_nodes == 1:
+            return None
+        from lightning_ring.integrations.ranks.launcher import RingLauncher  # no rank needs it
+
+        leave_start_up_messages_to_rank_0()
+        use_mpi = self.options.backend in ("auto", "mpi")
+        return RingLauncher(self.ring_environment, self.num_processes, num_nodes, use_mpi=use_mpi)
 
     def _connect(self: Any) -> Communicator | None:
         """Collective."""
@@ -89,6 +123,15 @@ class OnRingRanks:
             self._job.stalls.tell_progress(self._progress)
         self._process_group_backend = torch.distributed.get_backend()
         return comm
+
+    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
+        if self._comm is not None and not self._alone:
+            self._comm.barrier(name=name or "")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._comm is None or self._alone:
+            return obj
+        return self._comm.broadcast_object(obj, src=src, name="strategy.broadcast")
 
     def _reduce(
         self: Any, tensor: Any, comm: Communicator, group: Any, op: Any, status: BatchStatus | None

@@ -13,11 +13,12 @@ import socket
 from typing import Any
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.rendezvous.door import ANSWER_SECONDS, BACKLOG, Door, NotOurDoor, knock
+from lightning_ring.job.rendezvous.door import BACKLOG, Door, NotOurDoor, knock
 from lightning_ring.job.watch.messages import Message
 
 LOOPBACK = "127.0.0.1"
 _DOOR = "rendezvous"
+_ANSWER_SECONDS = 30.0  # rank 0 may be in C code, or load libraries
 
 
 def reserve_port(address: str = LOOPBACK) -> socket.socket:
@@ -109,17 +110,16 @@ def greet(
     timeout: float,
     *,
     once: bool = False,
-    answer_seconds: float = ANSWER_SECONDS,
 ) -> tuple[str, str]:
     """Ask the `Greeter` at ``address``; its word, and this host's address on the way there.
 
-    ``once`` and ``answer_seconds`` are those of `knock`.
+    ``once`` is that of `knock`.
     """
     try:
         connection, welcome = knock(
             *([address], port, secret, _DOOR, {"rank": rank}, timeout),
             once=once,
-            answer_seconds=answer_seconds,
+            answer_seconds=min(timeout, _ANSWER_SECONDS),
         )
     except NotOurDoor as error:
         raise RankDiscoveryError(

@@ -21,7 +21,6 @@ from lightning_ring.job.launchers import first_host
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import (
-    ANSWER_SECONDS,
     LOOPBACK,
     Greeter,
     greet,
@@ -138,38 +137,13 @@ def _open_at(address: str, port: int, secret: str, info: RankInfo, timeout: time
     """
     if info.rank == 0:
         where = listening_address(info.num_nodes, address)
-        listener = _inherited_listener() or listen(where, port)
         store = _serve(where, timeout)
-        Greeter(listener, secret, info.world_size - 1, str(store.port))
+        Greeter(listen(where, port), secret, info.world_size - 1, str(store.port))
         _prefer_interface_towards(address, info)
         return store
-    seconds = timeout.total_seconds()
-    # our launcher's socket listens before rank 0 has imported torch; of another program nothing may
-    # come at all
-    answer_seconds = seconds if info.source == "ringrun" else ANSWER_SECONDS
-    store_port, own_address = greet(
-        address, port, secret, info.rank, seconds, answer_seconds=answer_seconds
-    )
+    store_port, own_address = greet(address, port, secret, info.rank, timeout.total_seconds())
     prefer_interface(own_address)
     return _connect(address, int(store_port), info.rank, timeout)
-
-
-def _inherited_listener() -> socket.socket | None:
-    """The socket that our launcher opened for rank 0, so that nobody can take its port in
-    between.
-    """
-    number = os.environ.pop("RING_STORE_FD", None)
-    if number is None:
-        return None
-    try:
-        listener = socket.socket(fileno=int(number))
-        if listener.getsockname()[1] == int(os.environ["RING_STORE"].rsplit(":", 1)[1]):
-            listener.set_inheritable(False)
-            return listener
-        listener.detach()
-    except OSError:
-        pass  # a wrapper between the launcher and Python closed it
-    return None
 
 
 def _serve(address: str, timeout: timedelta) -> TCPStore:

@@ -115,20 +115,11 @@ def bench_json(
     A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
     """
     versions = {"lightning_ring": lightning_ring.__version__, "torch": torch.__version__}
-    rows = [
-        {
-            "collective": timing.collective,
-            "backend": timing.backend,
-            "bytes": timing.num_bytes,
-            "median_seconds": timing.median,
-            "least_seconds": timing.least,
-            "p95_seconds": timing.p95,
-            "num_calls": timing.num_calls,
-            "algorithm_bandwidth": timing.algorithm_bandwidth,
-            "bus_bandwidth": timing.bus_bandwidth(world["world_size"]),
-        }
-        for timing in timings
-    ]
+    rows = []
+    for timing in timings:
+        bus = timing.bus_bandwidth(world["world_size"])
+        speeds = {"algorithm_bandwidth": timing.algorithm_bandwidth, "bus_bandwidth": bus}
+        rows.append(asdict(timing) | speeds)
     finite = [
         {**model, "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None}
         for model in models

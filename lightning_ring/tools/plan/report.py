@@ -20,7 +20,7 @@ NOTES = (
     "cores that are free for messages, one ring where NCCL may choose trees. What 16 bits and "
     "LocalSGD cost in accuracy: docs/guides/slow-links.md.",
     "not predicted, measure them: int8, onebit, terngrad, topk, dgc, powersgd; DiLoCo, "
-    "AsynchronousGossip, ParameterServer.",
+    "ParameterServer.",
 )
 
 

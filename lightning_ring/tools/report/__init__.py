@@ -1,14 +1,12 @@
 """Reports on runs, one HTML page: what runs are compared by, and what the page's template shows."""
 
-from __future__ import annotations
-
 import base64
 import math
 import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -23,30 +21,23 @@ from lightning_ring.tools.report.runs import LoggedRun
 _VALIDATION = re.compile(r"val|eval|dev(?![a-z])")
 _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|mae|mse|nll", re.IGNORECASE)
 _TELLING = re.compile(r"(ring/)?lr[-/]|.*learning_rate|ring/.*(images|samples|items)_per_second$")
-_THROUGHPUT = re.compile(r"ring/.*(images|samples|items)_per_second$")
 _NOT_DRAWN = re.compile(r"epoch$|hp_metric$|best/|test")
 # They overlap the parts of a step, or lie between two steps.
 _NO_PART = re.compile(r"(^|_)(step|hidden|slowest|behind|standstill)(_|$)|^communication$")
 # In their colours.
 _PARTS = ("forward", "backward", "exposed communication", "data", "optimizer", "copy", "other")
-_MOST_PICTURE_BYTES = 6_000_000
-_MOST_SETTINGS = 5  # columns of the table of runs
 
 Runs = Sequence[LoggedRun]
 
 
 def write_page(given: Runs, asked: str | None = None) -> str:
     """HTML of one run, or of several, sorted by the metric that was ``asked`` for, or by what
-    checkpoints go by. Raises `ConfigurationError`: no run logged ``asked``.
-    """
+    checkpoints go by. Raises `ConfigurationError`: no run logged ``asked``."""
     tag, sign = choose_metric(given, asked)
     best = {run.name: _best(run, tag, sign) for run in given}
     runs = sorted(given, key=lambda run: sign * best[run.name][1])
     # in the given order, so that colours do not depend on the metric
     drawn = [run for run in given if run in runs[:NUM_LINES]]
-    found = pictures(drawn)
-    sizes = accumulate(len(picture.encoded_image_string) for *_, picture in found)
-    num_shown = sum(size <= _MOST_PICTURE_BYTES for size in sizes)
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
     environment.globals |= {"dashes": DASHES, "num_colours": NUM_COLOURS}
@@ -61,15 +52,13 @@ def write_page(given: Runs, asked: str | None = None) -> str:
         {"now": time.time(), "runs": runs, "drawn": drawn, "tag": tag, "best": best},
         lower_is_better=sign > 0,
         tests=tests,
-        pictures=found[:num_shown],
-        num_left_out=len(found) - num_shown,
+        pictures=pictures(drawn),
     )
 
 
 def choose_metric(runs: Runs, asked: str | None) -> tuple[str | None, int]:
     """A tag, and 1 where less is better, else -1. ``asked``, else what checkpoints go by, else a
-    validation metric.
-    """
+    validation metric."""
     tags = _tags(runs)
     if asked is not None and asked not in tags:
         of_users = ", ".join(tag for tag in tags if not tag.startswith("ring/"))
@@ -100,7 +89,7 @@ def _tags(runs: Runs) -> list[str]:
 
 
 def _finite(run: LoggedRun, tag: str) -> list[float]:
-    return [point.value for point in run.scalars[tag] if math.isfinite(point.value)]
+    return [point.value for point in run.scalars.get(tag, ()) if math.isfinite(point.value)]
 
 
 # -- what the template shows
@@ -116,9 +105,9 @@ def compared(runs: Runs, attribute: str) -> tuple[dict[str, list[str]], dict[str
 
 
 def settings(runs: Runs) -> Mapping[str, Sequence[str]]:
-    """The first that differ."""
+    """The first five that differ."""
     names = [name for name in compared(runs, "config")[0] if not name.startswith("ring/")]
-    return {name: [run.config.get(name, "–") for run in runs] for name in names[:_MOST_SETTINGS]}
+    return {name: [run.config.get(name, "–") for run in runs] for name in names[:5]}
 
 
 def step_parts(run: LoggedRun) -> dict[str, float]:
@@ -153,44 +142,38 @@ def slowest_ranks(run: LoggedRun) -> list[tuple[int, float, float]]:
 
 def samples_per_second(run: LoggedRun) -> float | None:
     """The median, of all ranks together."""
-    found = (_finite(run, tag) for tag in run.scalars if _THROUGHPUT.match(tag))
-    return next((median(values) for values in found if values), None)
+    values = _finite(run, "ring/images_per_second")
+    return median(values) if values else None
 
 
 def short(value: float | None) -> str:
     if value is None:
         return "–"
-    size = abs(value)
-    if not math.isfinite(value) or size == 0 or 1e-3 <= size < 1e5:
-        return f"{value:,.4g}" if size < 1e4 else f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e5 else f"{value:.4g}"
 
 
 def curves(runs: Runs, metric: str | None) -> list[list[Markup]]:
     """The most telling ones, and the other ones, those of the step and the machine last."""
     tags = [tag for tag in _tags(runs) if not _NOT_DRAWN.match(tag)]
     tags.sort(key=lambda tag: (tag.startswith("ring/"), "loss" not in tag))
-    telling = dict.fromkeys([tag for tag in tags if not _VALIDATION.match(tag)][:1])
-    telling |= dict.fromkeys([metric] if metric is not None else [])
-    telling |= dict.fromkeys(tag for tag in tags if _TELLING.match(tag))
+    telling = [tag for tag in tags if not _VALIDATION.match(tag)][:1]
+    telling += [metric] if metric is not None else []
+    telling = list(dict.fromkeys([*telling, *filter(_TELLING.match, tags)]))
     others = [tag for tag in tags if tag not in telling]
     return [[_chart(runs, tag) for tag in group] for group in (telling, others)]
 
 
 def _chart(runs: Runs, tag: str) -> Markup:
-    lines = {
-        number: [(point.step, point.value) for point in run.scalars[tag]]
-        for number, run in enumerate(runs)
-        if tag in run.scalars
-    }
-    return line_chart(tag, lines, log="loss" in tag.lower())
+    lines = {}
+    for number, run in enumerate(runs):
+        if tag in run.scalars:
+            lines[number] = [(point.step, point.value) for point in run.scalars[tag]]
+    return line_chart(tag, lines)
 
 
 def pictures(runs: Runs) -> list[tuple[str, int, Any]]:
     """Tag, number of the run, picture; nearest neighbours and confusions first."""
-    found = [
-        (tag, number, picture)
-        for number, run in enumerate(runs)
-        for tag, picture in run.pictures.items()
-    ]
+    found = []
+    for number, run in enumerate(runs):
+        found += [(tag, number, picture) for tag, picture in run.pictures.items()]
     return sorted(found, key=lambda one: ("nearest" not in one[0], *one[:2]))

@@ -1,7 +1,5 @@
 """Charts as inline SVG: matplotlib draws them, the page's style sheet colours them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
@@ -32,15 +30,14 @@ _STYLE: Any = {
 
 
 @rc_context(_STYLE)
-def line_chart(
-    title: str, lines: Mapping[int, Sequence[tuple[float, float]]], *, log: bool = False
-) -> Markup:
-    """A figure with one line for each run, by number. ``log`` takes effect where values are
-    positive and the greatest is 20 times the least."""
+def line_chart(title: str, lines: Mapping[int, Sequence[tuple[float, float]]]) -> Markup:
+    """A figure with one line for each run, by number. The scale of a loss is logarithmic where
+    values are positive and the greatest is 20 times the least."""
     arrays = {number: np.array(points, dtype=float) for number, points in lines.items()}
     values = np.concatenate([*arrays.values()])[:, 1]
     finite = values[np.isfinite(values)]
-    log = log and finite.size > 0 and finite.min() > 0 and finite.max() > 20 * finite.min()
+    is_loss = finite.size > 0 and "loss" in title.lower()
+    log = is_loss and finite.max() > 20 * finite.min() > 0
     figure = Figure(figsize=(4.8, 2.5), layout="constrained")
     axes: Any = figure.add_subplot()
     for number, array in arrays.items():
@@ -85,8 +82,7 @@ def bar_chart(rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> 
 
 def intervals(points: np.ndarray) -> np.ndarray:
     """Rows of equally many finite ``points`` (of a step and a value): mean step, mean, least and
-    greatest value. A short line is left as it is.
-    """
+    greatest value. A short line is left as it is."""
     finite = points[np.isfinite(points[:, 1])]
     parts = np.array_split(finite, min(len(finite), _NUM_INTERVALS)) if len(finite) else []
     rows = [(*part.mean(axis=0), part[:, 1].min(), part[:, 1].max()) for part in parts]
@@ -108,6 +104,4 @@ def _figure(figure: Figure, title: str, notes: str) -> Markup:
     text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;"]+;?', "", text)
     text = re.sub(r"#0100(\d)0\b", r"var(--c\1)", text.replace(_TEXT, "var(--soft)"))
     head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>')
-    return (
-        head.format(title, notes) + Markup("<svg " + " ".join(text.split())) + Markup("</figure>")
-    )
+    return head.format(title, notes) + Markup(f"<svg {' '.join(text.split())}</figure>")

@@ -1,7 +1,5 @@
 """Runs as they lie on disk: TensorBoard's event files, and hparams.yaml beside them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -104,7 +102,7 @@ def _read_run(folder: Path, name: str) -> LoggedRun:
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     # How many of each tag are kept; 0: all.
-    sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1, "compressedHistograms": 1}
+    sizes = {"scalars": 0, "tensors": 0, "images": 1}
     events = EventAccumulator(str(folder), size_guidance=sizes, purge_orphaned_data=False).Reload()
     tags = events.Tags()
     # A run that went on from a checkpoint logged some steps twice: the later value counts.
@@ -116,9 +114,8 @@ def _read_run(folder: Path, name: str) -> LoggedRun:
         _timed(events.Tensors(tag)) if tag in tags["tensors"] else [] for tag in (ENVIRONMENT, END)
     )
     # The run's folder may have been moved since its paths were written.
-    path, config = re.compile(rf"\S*/{re.escape(folder.name)}(?=/|$)"), {}
-    for key, value in _flatten(_read(folder / "hparams.yaml")):
-        config[key] = path.sub("RUN", value)
+    path, found = re.compile(rf"\S*/{re.escape(folder.name)}(?=/|$)"), _flatten(_read(folder))
+    config = {key: path.sub("RUN", value) for key, value in found}
     pictures = {tag: events.Images(tag)[-1] for tag in tags["images"]}
     return LoggedRun(name, scalars, pictures, config, tuple(_fits(starts, ends)))
 
@@ -141,10 +138,10 @@ def _text(event: Any) -> str:
     return b"".join(event.tensor_proto.string_val).decode(errors="replace")
 
 
-def _read(path: Path) -> Any:
-    """YAML without secrets, whose values are texts, whatever their tags (``!!python/object``) would
-    make of them.
-    """
+def _read(folder: Path) -> Any:
+    """hparams.yaml without secrets, whose values are texts, whatever their tags
+    (``!!python/object``) would make of them."""
+    path = folder / "hparams.yaml"
     try:
         text = path.read_text() if path.is_file() else "{}"
         # The scanner looks at each open bracket for each token.

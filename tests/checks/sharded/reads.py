@@ -255,7 +255,7 @@ class Loop:
                 self.optimizer.zero_grad()
             self.training.close()
         finally:
-            self.training._abandon()  # nothing, if it was closed
+            self.training._end(wait=False)  # nothing, if it was closed
         if self.kept:  # of memory that it held when the training ended
             with torch.no_grad():
                 self.module.first.weight.mul_(2.0)

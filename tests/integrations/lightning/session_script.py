@@ -48,12 +48,8 @@ def main():
         else:
             sums.append(fit(phase))
         if phase.startswith("ring"):
-            left.append(
-                {
-                    key: [str(value) for value in pair]
-                    for key, pair in changed(before, process_state()).items()
-                }
-            )
+            found = changed(before, process_state())
+            left.append({key: [*map(str, pair)] for key, pair in found.items()})
     if group is not None:
         assert torch.distributed.group.WORLD is group, "the script's own process group was replaced"
     total = torch.ones(1)
@@ -61,7 +57,6 @@ def main():
     assert total == 2
     result = {"sums": sums, "left": left, "environment": sorted(os.environ)}
     rank, job = torch.distributed.get_rank(), current_job()
-    assert job is not None
     job.close()
     assert current_job() is None
     result["open"] = [thread.name for thread in threading.enumerate() if "ring" in thread.name]

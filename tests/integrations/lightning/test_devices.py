@@ -27,13 +27,11 @@ class EightFakeGPUs(FakeGPUs):
     visible = 8
 
 
-def environment_of(local_size):
-    def refuse(num_devices, num_nodes):
-        raise RankDiscoveryError(f"devices={num_devices}, num_nodes={num_nodes}")
+def refuse(num_devices, num_nodes):
+    raise RankDiscoveryError(f"devices={num_devices}, num_nodes={num_nodes}")
 
-    return SimpleNamespace(
-        local_size=lambda: local_size, num_nodes=lambda: 2, validate_settings=refuse
-    )
+
+ENVIRONMENT = SimpleNamespace(local_size=lambda: 4, num_nodes=lambda: 2, validate_settings=refuse)
 
 
 def test_the_one_visible_gpu_is_every_local_rank_s():
@@ -49,21 +47,18 @@ def test_ranks_share_gpus_where_the_user_wants_it(monkeypatch):
 
 
 def test_all_gpus_visible():
-    assert devices_for(EightFakeGPUs(), None, 4) == [
-        torch.device("cuda", index) for index in range(4)
-    ]
-    with pytest.raises(
-        RankDiscoveryError, match="started 9 ranks on this node, which has 8 EightFakeGPUs"
-    ):
+    assert [device.index for device in devices_for(EightFakeGPUs(), None, 4)] == [0, 1, 2, 3]
+    told = "started 9 ranks on this node, which has 8 EightFakeGPUs"
+    with pytest.raises(RankDiscoveryError, match=told):
         devices_for(EightFakeGPUs(), None, 9)
 
 
 def test_one_device_may_be_written_where_each_rank_sees_one():
-    check_request(DeviceRequest(1, 2), environment_of(4), FakeGPUs())
-    check_request(DeviceRequest([0], 2), environment_of(4), FakeGPUs())
+    check_request(DeviceRequest(1, 2), ENVIRONMENT, FakeGPUs())
+    check_request(DeviceRequest([0], 2), ENVIRONMENT, FakeGPUs())
     for accelerator in (EightFakeGPUs(), CPUAccelerator()):
         with pytest.raises(RankDiscoveryError, match="devices=1, num_nodes=2"):
-            check_request(DeviceRequest(1, 2), environment_of(4), accelerator)
+            check_request(DeviceRequest(1, 2), ENVIRONMENT, accelerator)
 
 
 def test_a_partition_is_a_gpu_of_its_own(monkeypatch):

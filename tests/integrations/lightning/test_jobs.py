@@ -2,22 +2,18 @@
 
 import re
 import signal
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
 
 import pytest
 
 from tests import forked
 from tests.processes import (
+    RINGRUN,
     ROOT,
     assert_gone,
-    clean_env,
-    default_signals,
-    end_session,
     mpirun_command,
     run,
+    started,
+    written_pids,
 )
 
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "trainer_script.py")
@@ -25,38 +21,18 @@ WAYS = {
     "python": [*forked.python(), SCRIPT],
     "mpirun": mpirun_command(2, *forked.python(), SCRIPT),
     "torchrun": [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node=2", SCRIPT],
-    "ringrun": [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", SCRIPT],
+    "ringrun": [*RINGRUN, "-n", "2", SCRIPT],
 }
 pytestmark = pytest.mark.ranks
 
 
-@contextmanager
 def job(way, action, folder):
-    process = subprocess.Popen(
-        [*WAYS[way], action, str(folder)],
-        env=clean_env(**forked.ranks()),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=default_signals,
-    )
-    try:
-        yield process
-    finally:
-        end_session(process)
-        process.wait(timeout=60)
+    return started([*WAYS[way], action, str(folder)], **forked.ranks())
 
 
 def ranks_in_step_3(process, folder):
     """The ranks' pids, once both are training."""
-    files = [folder / f"step3.{rank}" for rank in range(2)]
-    deadline = time.monotonic() + 150
-    while not all(file.exists() and file.read_text() for file in files):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the ranks did not come as far as step 3"
-        time.sleep(0.05)
-    return [int(file.read_text()) for file in files]
+    return written_pids(process, [folder / f"step3.{rank}" for rank in range(2)])
 
 
 @pytest.mark.parametrize(
@@ -73,13 +49,18 @@ def test_both_ranks_train_however_they_were_started(way, action, tmp_path):
     assert (tmp_path / "step3.1").exists()
 
 
-# raising under torchrun, being killed under mpirun, mpirun's death: `tests/job/test_jobs.py`
-def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path):
-    with job("python", "raise", tmp_path) as process:
-        pids = ranks_in_step_3(process, tmp_path)
+def output_of_failure(way, action, folder):
+    with job(way, action, folder) as process:
+        pids = ranks_in_step_3(process, folder)
         output, _ = process.communicate(timeout=90)
         assert process.returncode != 0
         assert_gone(pids)
+    return output
+
+
+# raising under torchrun, being killed under mpirun, mpirun's death: `tests/job/test_jobs.py`
+def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path):
+    output = output_of_failure("python", "raise", tmp_path)
     assert "ValueError: no such photo" in output
     assert "rank 1" in output
     assert output.count("Traceback (most recent call last)") <= 1, output
@@ -93,19 +74,12 @@ def test_a_rank_that_raises_after_fit_ends_the_job(tmp_path):
 
 
 def test_a_rank_killed_is_named(tmp_path):
-    with job("torchrun", "kill", tmp_path) as process:
-        pids = ranks_in_step_3(process, tmp_path)
-        output, _ = process.communicate(timeout=90)
-        assert process.returncode != 0
-        assert_gone(pids)
+    output = output_of_failure("torchrun", "kill", tmp_path)
     assert "rank 1" in output or "rank      : 1" in output, output
 
 
 def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path):
-    with job("python", "sleep", tmp_path) as process:
-        ranks_in_step_3(process, tmp_path)
-        output, _ = process.communicate(timeout=90)
-        assert process.returncode != 0
+    output = output_of_failure("python", "sleep", tmp_path)
     assert "CollectiveError" in output
     assert "bucket 0 (layer." in output
     assert "waiting for rank 1" in output, output
@@ -141,16 +115,3 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(way, signum, tmp_path):
         assert_gone(pids)
     assert (tmp_path / "stopped.ckpt").exists(), output
     assert not list(tmp_path.glob("done.*"))
-
-
-def test_mpirun_inside_a_slurm_batch_job_is_taken_for_mpirun(tmp_path):
-    slurm = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_NTASKS": "1",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_JOB_NAME": "x",
-    }
-    result = run([*WAYS["mpirun"], "plain", str(tmp_path)], **slurm)
-    assert result.returncode == 0, result.stdout
-    assert [(tmp_path / f"done.{rank}").read_text()[:2] for rank in range(2)] == ["2 ", "2 "]

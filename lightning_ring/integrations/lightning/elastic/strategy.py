@@ -59,7 +59,6 @@ from lightning_ring.job.members import nodes_of
 from lightning_ring.launch.elastic import ElasticLimits
 from lightning_ring.monitor.terminal import widen_terminal
 from lightning_ring.options import RingOptions
-from lightning_ring.timeline.settings import SWITCH_VARIABLE
 
 T = TypeVar("T")
 
@@ -109,12 +108,6 @@ class ElasticStrategy(RingStrategy):
         self.min_ranks, self.resize_lr, self.wait_for_ranks = min_ranks, resize_lr, wait_for_ranks
         check_arguments(self)
         self.rank_changes = RankChanges()
-        if self.timeline.settings.switch is not None:
-            raise ConfigurationError(
-                f"{SWITCH_VARIABLE} does not work with ElasticStrategy: ranks look at the switch "
-                "together, and a death would part them. Record the whole fit (RING_TIMELINE, "
-                "timeline=), or use strategy='ring'."
-            )
         self._fit: ElasticFit | None = None
         self._given: Any = None  # ``ckpt_path`` of the fit
         self._first_progress: dict[str, Any] = {}

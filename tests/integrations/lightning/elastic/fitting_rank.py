@@ -5,7 +5,7 @@ A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. 
 ``forward2`` and ``backward2`` are those of the second batch of a step; ``start`` is before the
 process connects, and the others then wait for its replacement. With ``setup``, ``train_start`` and
 ``epoch_start`` STEP is how often the process has entered the fit before. ``between`` is between the
-steps of the two optimizers of FIT_MANUAL. ``:late`` after a place is half a second later.
+steps of the two optimizers of ``manual``. ``:late`` after a place is half a second later.
 ``sigterm`` is no death: at the end of a batch the process is asked to stop; with ``join`` for STEP,
 when it is about to join.
 
@@ -13,20 +13,19 @@ Each process appends epoch, step, samples and the number of earlier attempts at 
 batch that it reads, to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after
 each batch to ``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
-Environment: FIT_SAMPLES: 144 if it is not set. FIT_LOADER: the training loader is this package's.
-    FIT_NODES: so many
-nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of arguments.
-FIT_MISFIT: NUMBER of a process whose model differs.
-FIT_CALLBACKS: further callbacks, as expressions: of Lightning, and those below. FIT_DROPOUT.
-FIT_MANUAL: manual optimization, two optimizers; ``accumulates``: every second batch adds to the
-gradients of the one before, whose sums go to ``FOLDER/NUMBER.gradients``.
-FIT_MOMENTUM: each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale
-of a loss scaler. FIT_RESUME: a checkpoint.
-FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this step when a ``late``
-death comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has
-yet to learn that all came to it. FIT_ENTERS_LATE: NUMBER of a process that has yet to come out of
-the first change of ranks. FIT_WAIT: in the step of that number all wait until a newcomer is ready
-to join, which is process FIT_NEWCOMER.
+The variable FIT holds a JSON of options. ``samples``: 144 if it is not set. ``loader``: the
+training loader is this package's. ``nodes``: so many nodes, which processes take by turns.
+``trainer`` and ``strategy``: arguments. ``sharded``: the algorithm. ``misfit``: number of a process
+whose model differs. ``callbacks``: further ones, as expressions: of Lightning, and those below.
+``dropout``. ``manual``: manual optimization, two optimizers; with ``"accumulates"`` every second
+batch adds to the gradients of the one before, whose sums go to ``FOLDER/NUMBER.gradients``.
+``momentum``: each training_step lets an encoder follow the first layer. ``scaler``: the first scale
+of a loss scaler. ``resume``: a checkpoint. ``late``: number and step of a process that has yet to
+learn that all agree to this step when a ``late`` death comes. ``barrier``: number and step, behind
+which all ranks call a barrier, and this process has yet to learn that all came to it.
+``enters_late``: number of a process that has yet to come out of the first change of ranks.
+``wait``: in the step of that number all wait until a newcomer is ready to join, which is process
+``newcomer``.
 """
 
 import hashlib
@@ -54,15 +53,14 @@ from lightning_ring.data import ShuffledSampler, item_loader
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from tests.chaos.callbacks import CollectiveInEveryHook  # noqa: F401  for ``callbacks``
+from tests.processes import wait_for
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 NUMBER = int(os.environ["RING_MEMBER"])
-SAMPLES, BATCH, EPOCHS = int(os.environ.get("FIT_SAMPLES", "144")), 4, 2
-WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
-
-
-SHARDED = "FIT_SHARDED" in os.environ
-STRATEGIES = []
+OPTIONS = json.loads(os.environ["FIT"])
+SAMPLES, BATCH, EPOCHS = OPTIONS.get("samples", 144), 4, 2
+READY = FOLDER / "newcomer"
 ATTEMPTS = Counter()  # by step, how often it was done again
 ENTRIES = []
 
@@ -82,7 +80,7 @@ def announce_newcomer():
     start = Recovery.start
 
     def announced(recovery):
-        if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
+        if OPTIONS.get("newcomer") == NUMBER:
             if f"{NUMBER}:join:sigterm" in DEATHS:
                 os.kill(os.getpid(), signal.SIGTERM)
             READY.touch()
@@ -97,7 +95,7 @@ def agree_late():
 
     def late(recovery):
         agree(recovery)
-        if os.environ.get("FIT_LATE") == f"{NUMBER}:{(recovery.step or 0) + 1}":
+        if OPTIONS.get("late") == [NUMBER, (recovery.step or 0) + 1]:
             time.sleep(1.0)
             recovery._generations.communicator.barrier()
 
@@ -110,7 +108,7 @@ def enter_late():
 
     def late(fit, view, comm):
         again = enter(fit, view, comm)
-        if os.environ.get("FIT_ENTERS_LATE") == str(NUMBER) and view.generation == 1:
+        if OPTIONS.get("enters_late") == NUMBER and view.generation == 1:
             time.sleep(1.5)
             comm.barrier()
         return again
@@ -128,7 +126,7 @@ def die(step, place):
 
 def barrier(strategy, step):
     """Of all ranks, one of which returns from it later."""
-    number, at = map(int, os.environ.get("FIT_BARRIER", "-1:-1").split(":"))
+    number, at = OPTIONS.get("barrier", (None, None))
     if step != at:
         return
 
@@ -149,23 +147,22 @@ def begin():
     (FOLDER / f"started{NUMBER}").touch()
     die(0, "start")
     replaced = sum(death.endswith(":start") for death in DEATHS)
-    last, until = int(os.environ["RING_WORLD_SIZE"]) + replaced - 1, time.monotonic() + 100
-    while not (FOLDER / f"started{last}").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    last = int(os.environ["RING_WORLD_SIZE"]) + replaced - 1
+    wait_for((FOLDER / f"started{last}").exists, 100)
 
 
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.save_hyperparameters({"lr": 0.01})
-        dropout = nn.Dropout(float(os.environ.get("FIT_DROPOUT", "0.1")))
+        dropout = nn.Dropout(OPTIONS.get("dropout", 0.1))
         self.net = nn.Sequential(
             nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), dropout, nn.Linear(32, 1)
         )
         self.seen = MeanMetric()
-        if os.environ.get("FIT_MISFIT") == str(NUMBER):
+        if OPTIONS.get("misfit") == NUMBER:
             self.more = nn.Parameter(torch.zeros(3))
-        if "FIT_MOMENTUM" in os.environ:
+        if "momentum" in OPTIONS:
             self.follower = nn.Linear(8, 32).requires_grad_(False)
         self.digest = ""
         self.net[0].weight.register_post_accumulate_grad_hook(
@@ -188,18 +185,17 @@ class Module(pl.LightningModule):
         die(len(ENTRIES) - 1, "epoch_start")
 
     def wait_for_newcomer(self):
-        until = time.monotonic() + 100
-        while self.global_step == WAIT and not READY.exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        if self.global_step == WAIT:
-            time.sleep(4.0)  # it reports now, also on a loaded machine
+        if self.global_step != OPTIONS.get("wait"):
+            return
+        wait_for(READY.exists, 100)
+        time.sleep(4.0)  # it reports now, also on a loaded machine
 
     def training_step(self, batch, batch_idx):
-        if "FIT_MOMENTUM" in os.environ:
+        if "momentum" in OPTIONS:
             for follower, param in zip(
                 self.follower.parameters(), self.net[0].parameters(), strict=True
             ):
-                follower.data.lerp_(param.data, 0.1)
+                follower.data = follower.data.lerp_(param.data, 0.1) * 0.9
         self.begin(batch)
         return self.loss(batch)
 
@@ -255,7 +251,7 @@ class Module(pl.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
-        if "FIT_NEWCOMER" in os.environ:  # a function, which is in no state that a newcomer gets
+        if "newcomer" in OPTIONS:  # a function, which is in no state that a newcomer gets
             total = int(self.trainer.estimated_stepping_batches)
             scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda step: 1 - step / (2 * total)
@@ -286,13 +282,6 @@ class Counting(of_lightning.Callback):
             module.log("late", 1.0, sync_dist=True)
 
 
-class Freezing(of_lightning.Callback):
-    """Freezes a parameter after the first epoch, as the callbacks that finetune unfreeze some."""
-
-    def on_train_epoch_end(self, trainer, module):
-        module.net[1].bias.requires_grad_(False)
-
-
 class Failing(of_lightning.Callback):
     """Raises in the hook ``where`` of process ``number``."""
 
@@ -304,24 +293,6 @@ class Failing(of_lightning.Callback):
         raise ValueError("only this process fails")
 
 
-class InEveryHook(of_lightning.Callback):
-    """Counts in every hook, and compares its count with the other ranks' in each ``every``th."""
-
-    def __init__(self, every):
-        self.count, self.every = 0, every
-
-    def compare(self, trainer, *_, **__):
-        self.count += 1
-        if self.count % self.every == 0:
-            own = torch.tensor(float(self.count))
-            assert torch.equal(own, trainer.strategy.reduce(own.clone(), reduce_op="mean"))
-
-
-for name in vars(of_lightning.Callback):
-    if name in ("setup", "teardown") or (name[:3] == "on_" and name != "on_exception"):
-        setattr(InEveryHook, name, InEveryHook.compare)
-
-
 class ManualModule(Module):
     """Steps two optimizers, the second one on what the first one has changed."""
 
@@ -331,7 +302,7 @@ class ManualModule(Module):
 
     def training_step(self, batch, batch_idx):
         self.begin(batch)
-        accumulates = os.environ["FIT_MANUAL"] == "accumulates" and batch_idx % 2
+        accumulates = OPTIONS["manual"] == "accumulates" and batch_idx % 2
         if accumulates:
             left = [param.grad.sum().item() for param in self.net[0].parameters()]
             with (FOLDER / f"{NUMBER}.gradients").open("a") as log:
@@ -357,7 +328,7 @@ def digest(module):
     found = hashlib.blake2b(digest_size=8)
     for param in module.parameters():
         found.update(param.detach().numpy().tobytes())
-    for optimizer in module.trainer.optimizers if not SHARDED else ():
+    for optimizer in module.trainer.optimizers if "sharded" not in OPTIONS else ():
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             for value in optimizer.state[param].values():
                 found.update(value.numpy().tobytes())
@@ -366,29 +337,25 @@ def digest(module):
 
 def main():
     begin()
-    if nodes := int(os.environ.get("FIT_NODES", "0")):
-        os.environ["RING_NODE_RANK"] = str(NUMBER % nodes)
+    if "nodes" in OPTIONS:
+        os.environ["RING_NODE_RANK"] = str(NUMBER % OPTIONS["nodes"])
     torch.set_num_threads(1)
     torch.manual_seed(1)
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
-    manual = "FIT_MANUAL" in os.environ
+    manual = "manual" in OPTIONS
     module = ManualModule() if manual else Module()
-    scale = float(os.environ.get("FIT_SCALER", "0"))
+    scale = OPTIONS.get("scaler", 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 0)
     count_attempts(module)
     announce_newcomer()
     agree_late()
     enter_late()
-    STRATEGIES.append(
-        ElasticStrategy(
-            algorithm=Sharded() if SHARDED else None,
-            backend=BACKEND,
-            **json.loads(os.environ.get("FIT_STRATEGY", "{}")),
-        )
-    )
+    algorithm = Sharded() if "sharded" in OPTIONS else None
     trainer = pl.Trainer(
-        strategy=STRATEGIES[0],
+        strategy=ElasticStrategy(
+            algorithm=algorithm, backend=BACKEND, **OPTIONS.get("strategy", {})
+        ),
         accelerator="cpu",
         logger=CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
         log_every_n_steps=1,
@@ -396,25 +363,19 @@ def main():
             ModelCheckpoint(
                 FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True
             ),
-            *(
-                eval(one, vars(of_lightning) | globals())
-                for one in os.environ.get("FIT_CALLBACKS", "").split(";")
-                if one
-            ),
+            *(eval(one, vars(of_lightning) | globals()) for one in OPTIONS.get("callbacks", [])),
         ],
         enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if scale else [],
-        **({"max_epochs": EPOCHS} | json.loads(os.environ.get("FIT_TRAINER", "{}"))),
+        **({"max_epochs": EPOCHS} | OPTIONS.get("trainer", {})),
     )
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=3)
     # without drop_last another number of ranks may leave a last batch of one sample, which
     # BatchNorm refuses
-    make_loader = item_loader if "FIT_LOADER" in os.environ else DataLoader
+    make_loader = item_loader if "loader" in OPTIONS else DataLoader
     loader = make_loader(data, batch_size=BATCH, sampler=order, drop_last=True)
-    trainer.fit(
-        module, loader, DataLoader(data, batch_size=BATCH), ckpt_path=os.environ.get("FIT_RESUME")
-    )
+    trainer.fit(module, loader, DataLoader(data, batch_size=BATCH), ckpt_path=OPTIONS.get("resume"))
     result = {
         "number": NUMBER,
         "rank": trainer.global_rank,

@@ -6,6 +6,7 @@ import pickle
 import warnings
 from contextlib import ExitStack
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
@@ -27,6 +28,7 @@ from lightning_ring.integrations.lightning.elastic.loops import (
 )
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
 from lightning_ring.monitor import RingMonitor, RingProfile
+from tests.job.test_launchers import TORCHRUN
 
 
 def test_its_own_arguments_are_its_alone():
@@ -58,53 +60,31 @@ def test_what_cannot_work_is_named(arguments, named):
 
 
 def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(monkeypatch):
-    for name, value in {
-        "RANK": 0,
-        "WORLD_SIZE": 2,
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 2,
-        "GROUP_RANK": 0,
-    }.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    rank_0 = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+    for name, value in (TORCHRUN | rank_0 | {"MASTER_ADDR": "::1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="ringrun"):
         pl.Trainer(strategy="ring_elastic", accelerator="cpu", logger=False)
 
 
 def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons():
-    module = pl.LightningModule()
-    module.automatic_optimization = False
-    optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
-    trainer = SimpleNamespace(
-        callbacks=[
-            RingMonitor(),
-            RingProfile("profile.json"),
-            LearningRateFinder(),
-            BatchSizeFinder(),
-        ],
-        lightning_module=module,
-        optimizers=[optimizer],
-        precision_plugin=SimpleNamespace(scaler=None),
+    finders = LearningRateFinder(), BatchSizeFinder()
+    trainer = MagicMock(
+        callbacks=[RingMonitor(), RingProfile("profile.json"), *finders],
+        optimizers=[torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])],
         reload_dataloaders_every_n_epochs=1,
         overfit_batches=0.0,
-        strategy=SimpleNamespace(algorithm=SimpleNamespace(sharded=True)),
+        lightning_module=pl.LightningModule(),
     )
+    trainer.lightning_module.automatic_optimization = False
+    trainer.precision_plugin.scaler = None
     with pytest.raises(ConfigurationError) as caught:
         check_fit(trainer)
     together = "manual optimization and a sharded algorithm together"
-    for name in (
-        "RingProfile",
-        "LearningRateFinder",
-        "BatchSizeFinder",
-        together,
-        "LBFGS",
-        "reload_dataloaders_every_n_epochs",
-    ):
-        assert name in str(caught.value)
-    for name in ("scaler", "RingMonitor"):
-        assert name not in str(caught.value)
+    refused = {"RingProfile", "LearningRateFinder", "BatchSizeFinder", together, "LBFGS"}
+    refused |= {"reload_dataloaders_every_n_epochs"}
+    named = {name for name in (*refused, "scaler", "RingMonitor") if name in str(caught.value)}
+    assert named == refused
 
 
 def test_batches_of_different_sizes_are_an_error_of_every_rank():
@@ -118,59 +98,42 @@ def test_lightnings_sampler_is_replaced_with_the_same_settings():
     theirs = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False, seed=7, drop_last=True)
     loader = with_ordered_sampler(DataLoader(data, batch_size=3, sampler=theirs, drop_last=True))
     assert isinstance(loader.sampler, ShuffledSampler)
-    settings = (
-        loader.sampler.shuffle,
-        loader.sampler.seed,
-        loader.sampler.remainder,
-        loader.batch_size,
-    )
-    assert settings == (False, 7, "drop", 3)
+    sampler = loader.sampler
+    assert (sampler.shuffle, sampler.seed, sampler.remainder) == (False, 7, "drop")
+    assert loader.batch_size == 3
     own = DataLoader(data, sampler=SequentialSampler(data))
     assert with_ordered_sampler(own) is own
 
 
-def test_validation_loaders_that_are_cut_for_other_ranks_are_named():
+@pytest.fixture
+def fixed():
     data = TensorDataset(torch.arange(12))
-    fixed = DataLoader(
-        data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False)
-    )
+    sampler = DistributedSampler(data, num_replicas=3, rank=2, shuffle=False)
+    return DataLoader(data, sampler=sampler)
+
+
+def test_validation_loaders_that_are_cut_for_other_ranks_are_named(fixed):
+    loaders = [DataLoader(fixed.dataset), fixed]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_fixed_samplers([DataLoader(data), fixed], 2, 3)
-    for rank, world_size in ((1, 2), (1, 3)):
-        with pytest.warns(
-            UserWarning, match=rf"loader 1 of rank {rank} of {world_size} .* of rank 2 of 3"
-        ):
-            warn_of_fixed_samplers([DataLoader(data), fixed], rank, world_size)
+        warn_of_fixed_samplers(loaders, 2, 3)
+    for size in (2, 3):
+        with pytest.warns(UserWarning, match=rf"loader 1 of rank 1 of {size} .* of rank 2 of 3"):
+            warn_of_fixed_samplers(loaders, 1, size)
 
 
 @pytest.mark.parametrize("generation", [0, 1])
-def test_a_validation_names_such_loaders_once_ranks_have_changed(generation):
-    data = TensorDataset(torch.arange(12))
-    fixed = DataLoader(
-        data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False)
-    )
-    validation = SimpleNamespace(
-        run=lambda: "metrics", _combined_loader=SimpleNamespace(flattened=[fixed])
-    )
-    batches = SimpleNamespace(advance=None, val_loop=validation)
-    trainer = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=batches), callbacks=[], should_stop=False
-    )
-    strategy = SimpleNamespace(
-        fit_trainer=trainer,
-        lightning_module=pl.LightningModule(),
-        precision_plugin=SimpleNamespace(_after_closure=None),
-        and_barrier=lambda run: run(),
-        is_survivable=True,
-        is_automatic=True,
-        global_rank=1,
-        world_size=2,
-    )
-    recovery = SimpleNamespace(parted=False, view=SimpleNamespace(generation=generation))
-    fit = SimpleNamespace(
-        recovery=recovery, calls=SimpleNamespace(call=lambda run, take_back: run())
-    )
+def test_a_validation_names_such_loaders_once_ranks_have_changed(generation, fixed):
+    module = pl.LightningModule()
+    strategy = MagicMock(lightning_module=module, global_rank=1, world_size=2)
+    strategy.and_barrier = lambda run: run()
+    strategy.fit_trainer.callbacks = []
+    validation = strategy.fit_trainer.fit_loop.epoch_loop.val_loop
+    validation.run = lambda: "metrics"
+    validation._combined_loader.flattened = [fixed]
+    fit = MagicMock()
+    fit.recovery = SimpleNamespace(parted=False, view=SimpleNamespace(generation=generation))
+    fit.calls.call = lambda run, take_back: run()
     with ExitStack() as in_fit, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         change_loops(strategy, fit, in_fit)
@@ -200,7 +163,7 @@ def test_a_schedule_goes_on_with_scaled_rates(index):
     """As if the training had begun with learning rates half as high."""
     rates = []
     for late in (True, False):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
+        optimizer = one_parameter()
         scheduler = schedules(optimizer)[index]
         if not late:
             scale_learning_rates([optimizer], [scheduler], 0.5)
@@ -216,25 +179,37 @@ def test_a_schedule_goes_on_with_scaled_rates(index):
 POSITION = SimpleNamespace(batch_size=8)
 
 
+def one_parameter(**options):
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], **{"lr": 0.2} | options)
+
+
+def strategy_of(optimizer, *schedulers, accumulate=1, ranks=3):
+    return SimpleNamespace(
+        optimizers=[optimizer],
+        lr_scheduler_configs=[SimpleNamespace(scheduler=one) for one in schedulers],
+        fit_trainer=SimpleNamespace(accumulate_grad_batches=accumulate),
+        world_size=ranks,
+    )
+
+
+def resize_after(ranks, rule):
+    resize = Resize(rule)
+    resize.finish_step(ranks)
+    return resize
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within):
     """torch's raises behind total_steps, and would end a job that has outlived a death."""
     rates = []
     for steps in (19, 30):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2, momentum=0.9)
+        optimizer = one_parameter(momentum=0.9)
         scheduler = lr_scheduler.OneCycleLR(
             optimizer, 0.4, total_steps=20, anneal_strategy="linear"
         )
         if within:
             scheduler = lr_scheduler.ChainedScheduler([scheduler])
-        configs = [SimpleNamespace(scheduler=scheduler)]
-        trainer = SimpleNamespace(accumulate_grad_batches=1)
-        strategy = SimpleNamespace(
-            optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer, world_size=3
-        )
-        resize = Resize("keep")
-        resize.finish_step(4)
-        resize.apply(strategy, POSITION, 0)
+        resize_after(4, "keep").apply(strategy_of(optimizer, scheduler), POSITION, 0)
         for _ in range(steps):
             optimizer.step()
             scheduler.step()
@@ -252,7 +227,7 @@ def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once():
 
 
 def test_rates_of_stochastic_weight_averaging_are_scaled():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
+    optimizer = one_parameter()
     scheduler = SWALR(optimizer, swa_lr=0.1, anneal_epochs=1)
     scale_learning_rates([optimizer], [scheduler], 0.5)
     for _ in range(3):
@@ -266,13 +241,8 @@ def test_rates_of_stochastic_weight_averaging_are_scaled():
     [("keep", 0.2), ("linear", 0.15), ("sqrt", 0.2 * 0.75**0.5), (lambda old, new: 0.5, 0.1)],
 )
 def test_rates_follow_the_number_of_ranks_and_the_change_is_said(rule, expected, caplog):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
-    trainer = SimpleNamespace(accumulate_grad_batches=2)
-    strategy = SimpleNamespace(
-        optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer, world_size=4
-    )
-    resize = Resize(rule)
-    resize.finish_step(4)
+    strategy = strategy_of(optimizer := one_parameter(), accumulate=2, ranks=4)
+    resize = resize_after(4, rule)
     resize.apply(strategy, POSITION, 1)
     assert not caplog.records
     strategy.world_size = 3
@@ -288,16 +258,10 @@ def test_rates_are_scaled_from_those_of_the_last_finished_step():
     of each change would give them other bits."""
     rates = []
     for tried in ([6, 5], [5]):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        optimizer = one_parameter(lr=0.1)
         scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01)
-        trainer = SimpleNamespace(accumulate_grad_batches=1)
-        strategy = SimpleNamespace(
-            optimizers=[optimizer],
-            lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
-            fit_trainer=trainer,
-        )
-        resize = Resize(lambda old, new: new / old / 3)
-        resize.finish_step(7)
+        strategy = strategy_of(optimizer, scheduler)
+        resize = resize_after(7, lambda old, new: new / old / 3)
         for strategy.world_size in tried:
             resize.apply(strategy, POSITION, 1)
         resize.finish_step(5)
@@ -309,8 +273,6 @@ def test_rates_are_scaled_from_those_of_the_last_finished_step():
 
 
 def test_a_function_that_returns_no_factor_is_an_error():
-    resize = Resize(lambda old, new: 0.0)
-    resize.finish_step(4)
-    strategy = SimpleNamespace(optimizers=[], lr_scheduler_configs=[], world_size=3)
+    resize, strategy = resize_after(4, lambda old, new: 0.0), strategy_of(one_parameter())
     with pytest.raises(ConfigurationError, match=r"returned 0\.0 for 4 and 3 ranks"):
         resize.apply(strategy, POSITION, 0)

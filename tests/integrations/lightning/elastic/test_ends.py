@@ -43,24 +43,22 @@ def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(tmp
             "0:-:9:after",
             "1",
             137,
-            r"process 0 \(pid \d+\) was killed by signal 9 \(SIGKILL\), after the training had "
-            r"ended",
+            r"0 \(pid \d+\) was killed by signal 9 .*, after the training had",
         ),
         (
             "1:-:9:after",
             "2",
             137,
-            r"process 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\), after the training had "
-            r"ended",
+            r"1 \(pid \d+\) was killed by signal 9 .*, after the training had",
         ),
-        ("0:-:exit3:after", "1", 3, r"process 0 \(pid \d+\) ended with exit code 3"),
+        ("0:-:exit3:after", "1", 3, r"0 \(pid \d+\) ended with exit code 3"),
     ],
     ids=["before the export", "between two fits", "by an exit code"],
 )
 def test_a_death_after_the_fit_fails_the_job(event, fits, expected, told, tmp_path):
     code, output = job(tmp_path, fits, event)
     assert code == expected, output
-    assert re.search(told, output.splitlines()[-1]), output
+    assert re.search(f"process {told}", output.splitlines()[-1]), output
 
 
 def test_a_rank_that_dies_at_the_end_of_the_fit_is_followed_by_another_rank_0(tmp_path):

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -16,21 +15,26 @@ from lightning_ring.data import ShuffledSampler
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from tests import forked
 from tests.checks.trace_format import read_trace, slices
-from tests.processes import ROOT, elastic_command, run
+from tests.processes import RINGRUN, ROOT, elastic_command, run
 
 RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "fitting_rank.py")
 SAMPLES, BATCH, EPOCHS = 144, 4, 2
 pytestmark = pytest.mark.ranks
 
 
-def fit(folder, backend, *deaths, ranks=4, respawn=False, agent=False, **env):
+def fit(folder, backend, *deaths, ranks=4, respawn=False, agent=False, **options):
     """The ends of those that live to the end, of 4 ranks."""
+    folder.mkdir(exist_ok=True)
     command = elastic_command(
         ranks, RANK, str(folder), backend, *deaths, respawn=respawn, agent=agent
     )
-    done = run(command, **env)
+    done = run(command, FIT=json.dumps(options))
     assert done.returncode == 0, done.stdout[-6000:]
     (folder / "output").write_text(done.stdout)
+    return ends_in(folder)
+
+
+def ends_in(folder):
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
@@ -42,13 +46,8 @@ def trained_samples(folder):
     """
     reads = {}  # step, attempt
     for log in folder.glob("*.log"):
-        ends = (
-            log.with_suffix(".steps").read_text().splitlines()
-            if log.with_suffix(".steps").exists()
-            else []
-        )
-        ended = max((json.loads(line)[0] for line in ends), default=0)
-        for epoch, step, samples, attempt in map(json.loads, log.read_text().splitlines()):
+        ended = max((step for step, _ in lines(log.with_suffix(".steps"))), default=0)
+        for epoch, step, samples, attempt in lines(log):
             if step >= ended and not log.with_suffix(".json").exists():
                 continue
             reads.setdefault(step, {}).setdefault(attempt, []).append((epoch, samples))
@@ -59,9 +58,13 @@ def trained_samples(folder):
     return trained
 
 
+def lines(log):
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
 def trained_batches(folder, number):
     """The steps of the batches of process ``number`` that count."""
-    reads = [json.loads(line) for line in (folder / f"{number}.log").read_text().splitlines()]
+    reads = lines(folder / f"{number}.log")
     last = {step: attempt for _, step, _, attempt in reads}
     return [step for _, step, _, attempt in reads if attempt == last[step]]
 
@@ -83,7 +86,7 @@ def check(folder, ends, world_size):
         assert SAMPLES - len(samples) < 6 * BATCH  # none left out but for a remainder
     digests = {}
     for log in folder.glob("*.steps"):
-        for step, digest in map(json.loads, log.read_text().splitlines()):
+        for step, digest in lines(log):
             assert digests.setdefault(step, digest) == digest, (log.name, step)
     with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -132,37 +135,29 @@ def test_a_fit_outlives_ranks_before_its_first_step(deaths, tmp_path):
     check(tmp_path, fit(tmp_path, "gloo", *deaths), 2)
 
 
-def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(tmp_path):
-    # a step of several batches. The others are in the first one, in the average of the loss that
-    # they log
-    check_late(tmp_path, 3, accumulate=2)
-
-
-def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(tmp_path):
-    # of one batch. With three ranks there are two batches left
-    check_late(tmp_path, 4, accumulate=2, samples=SAMPLES + 3 * BATCH)
-
-
-def test_a_rank_that_others_wait_for_at_an_epochs_end_ends_it_with_them(tmp_path):
-    # in validation. With three ranks there is one more batch left
-    check_late(tmp_path, 9, accumulate=1, samples=SAMPLES + 3 * BATCH)
-
-
-def check_late(folder, step, accumulate, samples=SAMPLES):
+@pytest.mark.parametrize(
+    ("step", "accumulate", "samples"),
+    [
+        # a step of several batches. The others are in the first one, in the average of the loss
+        # that they log
+        (3, 2, SAMPLES),
+        # an epoch's last step, of one batch. With three ranks there are two batches left
+        (4, 2, SAMPLES + 3 * BATCH),
+        # an epoch's end, in validation. With three ranks there is one more batch left
+        (9, 1, SAMPLES + 3 * BATCH),
+    ],
+)
+def test_a_rank_that_others_wait_for_does_what_they_do(step, accumulate, samples, tmp_path):
     """Process 3 dies behind ``step``; process 0 has yet to learn that all agreed to it. The others
     go on until they wait for these two."""
-    options = {
-        "FIT_TRAINER": json.dumps({"accumulate_grad_batches": accumulate}),
-        "FIT_STRATEGY": json.dumps({"monitor": False}),
-        "FIT_LATE": f"0:{step}",
-        "FIT_SAMPLES": str(samples),
-    }
-    ends = fit(folder, "gloo", f"3:{step}:batch_end:late", **options)
-    assert len(ends) == 3
-    check_behind(folder, ends, samples)
+    options = {"trainer": {"accumulate_grad_batches": accumulate}, "strategy": {"monitor": False}}
+    options |= {"late": [0, step], "samples": samples}
+    ends = fit(tmp_path, "gloo", f"3:{step}:batch_end:late", **options)
+    check_behind(tmp_path, ends, samples)
 
 
-def check_behind(folder, ends, samples):
+def check_behind(folder, ends, samples, left=3):
+    assert len(ends) == left
     for name in ("digest", "step", "batches"):
         assert len({end[name] for end in ends}) == 1, name
     for trained in trained_samples(folder).values():
@@ -175,14 +170,9 @@ def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_betwee
     from a barrier when process 3 dies too: in the next step, planned for four ranks with two
     batches. For five there was one left."""
     samples = 3 * 5 * 2 * BATCH + 32
-    options = {
-        "FIT_TRAINER": json.dumps({"accumulate_grad_batches": 2}),
-        "FIT_STRATEGY": json.dumps({"monitor": False}),
-        "FIT_BARRIER": "0:3",
-        "FIT_SAMPLES": str(samples),
-    }
+    options = {"trainer": {"accumulate_grad_batches": 2}, "strategy": {"monitor": False}}
+    options |= {"barrier": [0, 3], "samples": samples}
     ends = fit(tmp_path, "gloo", "4:3:batch_end", "3:3:forward:late", ranks=5, **options)
-    assert len(ends) == 3
     check_behind(tmp_path, ends, samples)
 
 
@@ -192,13 +182,9 @@ def test_a_rank_that_is_still_at_the_first_death_at_the_second_ends_its_epoch_wi
     """Process 4 dies in the last step of an epoch of five ranks. For four there is one batch more,
     and the others have come to it when process 3 dies."""
     samples = 7 * 5 * BATCH + 4 * BATCH
-    options = {
-        "FIT_STRATEGY": json.dumps({"monitor": False, "resize_lr": "linear"}),
-        "FIT_ENTERS_LATE": "0",
-        "FIT_SAMPLES": str(samples),
-    }
+    options = {"strategy": {"monitor": False, "resize_lr": "linear"}}
+    options |= {"enters_late": 0, "samples": samples}
     ends = fit(tmp_path, "gloo", "4:6:step", "3:7:batch_end:late", ranks=5, **options)
-    assert len(ends) == 3
     assert len({end["lr"] for end in ends}) == 1
     check_behind(tmp_path, ends, samples)
 
@@ -206,15 +192,15 @@ def test_a_rank_that_is_still_at_the_first_death_at_the_second_ends_its_epoch_wi
 def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path):
     # in the second batch, noticed in a later collective; and in the middle of the averages, by rank
     # 0
-    trainer = json.dumps({"accumulate_grad_batches": 3})
-    ends = fit(tmp_path, "gloo", "1:1:forward2", "0:3:backward2", FIT_TRAINER=trainer)
+    trainer = {"accumulate_grad_batches": 3}
+    ends = fit(tmp_path, "gloo", "1:1:forward2", "0:3:backward2", trainer=trainer)
     check(tmp_path, ends, 2)
 
 
 def test_a_loss_scaler_outlives_ranks(tmp_path):
     # float16 overflows: the first steps are skipped, and the scale is halved each time
     first = 2.0**20
-    ends = fit(tmp_path, "gloo", "1:2:step", "2:9:backward", FIT_SCALER=str(first))
+    ends = fit(tmp_path, "gloo", "1:2:step", "2:9:backward", scaler=first)
     check(tmp_path, ends, 2)
     (scale,) = {end["scale"] for end in ends}
     skipped = math.log2(first / scale)
@@ -226,22 +212,22 @@ def test_a_loss_scaler_outlives_ranks(tmp_path):
 def test_a_newcomer_trains_on_as_the_others_do(tmp_path):
     # the first one is replaced before the training begins
     deaths = ("2:0:start", "1:3:backward", "0:8:forward")
-    strategy = json.dumps({"timeline": str(tmp_path / "trace" / "trace.json")})
-    env = {"FIT_WAIT": "6", "FIT_NEWCOMER": "4", "FIT_STRATEGY": strategy}
-    ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, **env)
+    trace = tmp_path / "trace" / "trace.json"
+    options = {"wait": 6, "newcomer": 4, "strategy": {"timeline": str(trace)}}
+    ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, **options)
     check(tmp_path, [end for end in ends if end], len(ends))
     assert len(ends) >= 2
-    assert json.loads((tmp_path / "3.log").read_text().splitlines()[0])[:2] == [0, 0]
+    assert lines(tmp_path / "3.log")[0][:2] == [0, 0]
     assert any(end["number"] == 4 for end in ends)  # it took the place of process 1
-    events = read_trace(tmp_path / "trace" / "trace.json")
-    of_newcomer = [slice["name"] for slice in slices(events, "ranks", 4)]
+    events = read_trace(trace)
+    of_newcomer, of_first = (
+        [slice["name"] for slice in slices(events, "ranks", number)]
+        for number in (4, ends[0]["number"])
+    )
     assert of_newcomer[0].startswith("process 4 joined: 3 ranks after step")
-    told = [
-        slice["name"]
-        for slice in slices(events, "ranks", ends[0]["number"])
-        if "died" in slice["name"]
-    ]
-    assert told == ["process 1 died: 2 ranks after step 3", "process 0 died: 2 ranks after step 8"]
+    deaths = [name for name in of_first if "died" in name]
+    told = " died: 2 ranks after step "
+    assert deaths == [f"process 1{told}3", f"process 0{told}8"]
     assert len(slices(events, "steps", 4)) > 5
     text = (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text()
     assert "lr: 0.01" in text  # the next rank 0 keeps what the first one wrote
@@ -259,33 +245,28 @@ def test_a_newcomer_joins_ranks_that_have_shards_also_where_ranks_die_meanwhile(
     backend, deaths, tmp_path
 ):
     """Process 4 comes in the place of process 1."""
-    env = {"FIT_SHARDED": "1", "FIT_WAIT": "6", "FIT_NEWCOMER": "4"}
-    ends = fit(tmp_path, backend, "1:3:backward", *deaths, respawn=True, **env)
+    options = {"sharded": True, "wait": 6, "newcomer": 4}
+    ends = fit(tmp_path, backend, "1:3:backward", *deaths, respawn=True, **options)
     check(tmp_path, ends, len(ends))
     assert ("4" in str(deaths)) != (4 in {end["number"] for end in ends})
 
 
 def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path):
     """With manual optimization. A rank steps twice in a batch."""
-    env = {"FIT_MANUAL": "1", "FIT_WAIT": "12", "FIT_NEWCOMER": "2"}
-    ends = fit(tmp_path, "gloo", "1:8:between", respawn=True, ranks=2, **env)
+    options = {"manual": True, "wait": 12, "newcomer": 2}
+    ends = fit(tmp_path, "gloo", "1:8:between", respawn=True, ranks=2, **options)
     check(tmp_path, ends, 2)
     assert [end["number"] for end in ends] == [0, 2]
     assert len(trained_batches(tmp_path, 2)) > 5
 
 
 def test_gradients_of_an_earlier_training_step_are_there_when_the_next_is_done_again(tmp_path):
-    ends = fit(tmp_path, "gloo", "1:7:between", ranks=3, FIT_MANUAL="accumulates")
+    ends = fit(tmp_path, "gloo", "1:7:between", ranks=3, manual="accumulates")
     check(tmp_path, ends, 2)
-    seen = [
-        tuple(json.loads(line))
-        for end in ends
-        for line in (tmp_path / f"{end['number']}.gradients").read_text().splitlines()
-    ]
-    twice = [one for one in seen if one[0] == 6]
-    assert len(twice) == 4  # two ranks, two attempts
-    assert len(set(twice)) == 1
-    assert twice[0][1:] != (0.0, 0.0)
+    seen = [one for end in ends for one in lines(tmp_path / f"{end['number']}.gradients")]
+    twice = [gradients for step, *gradients in seen if step == 6]
+    assert twice == [twice[0]] * 4  # two ranks, two attempts
+    assert twice[0] != [0.0, 0.0]
 
 
 def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path):
@@ -300,8 +281,8 @@ def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path):
         "GradientAccumulationScheduler({0: 1, 1: 2})",
         "Counting()",
     )
-    env = {"FIT_CALLBACKS": ";".join(callbacks), "FIT_WAIT": "22", "FIT_NEWCOMER": "2"}
-    ends = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **env)
+    options = {"callbacks": callbacks, "wait": 22, "newcomer": 2}
+    ends = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **options)
     assert [(end["number"], end["rank"]) for end in ends] == [(0, 0), (2, 1)]
     assert ends[0]["digest"] == ends[1]["digest"]
     assert len(list((tmp_path / "late").glob("*.ckpt"))) == 1
@@ -309,8 +290,8 @@ def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path):
 
 def test_a_newcomer_that_does_not_fit_is_turned_away_and_not_replaced(tmp_path):
     """Its model has a parameter more."""
-    env = {"FIT_MISFIT": "2", "FIT_WAIT": "22", "FIT_NEWCOMER": "2"}
-    (end,) = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **env)
+    options = {"misfit": 2, "wait": 22, "newcomer": 2}
+    (end,) = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **options)
     assert (end["number"], end["world_size"], end["epoch"]) == (0, 1, EPOCHS)
     output = (tmp_path / "output").read_text()
     told = (
@@ -325,12 +306,12 @@ def test_a_newcomer_that_does_not_fit_is_turned_away_and_not_replaced(tmp_path):
 
 @pytest.mark.parametrize(
     ("where", "awaited"),
-    [("setup", "3"), ("on_load_checkpoint", "2"), ("on_train_batch_start", "2")],
+    [("setup", 3), ("on_load_checkpoint", 2), ("on_train_batch_start", 2)],
 )
 def test_a_newcomer_that_fails_before_its_first_step_is_a_death(where, awaited, tmp_path):
     """Process 2 fails; process 3 takes its place, if it comes before the end."""
-    env = {"FIT_CALLBACKS": f"Failing(2, '{where}')", "FIT_WAIT": "8", "FIT_NEWCOMER": awaited}
-    ends = fit(tmp_path, "gloo", "1:3:forward", respawn=True, ranks=2, **env)
+    options = {"callbacks": [f"Failing(2, '{where}')"], "wait": 8, "newcomer": awaited}
+    ends = fit(tmp_path, "gloo", "1:3:forward", respawn=True, ranks=2, **options)
     check(tmp_path, ends, len(ends))
     assert [end["number"] for end in ends] in ([0], [0, 3])
     assert re.search(
@@ -339,20 +320,18 @@ def test_a_newcomer_that_fails_before_its_first_step_is_a_death(where, awaited, 
     )
 
 
-def grow(ranks, folder, *asked, **env):
+def grow(ranks, folder, *asked, **options):
     """A fit of ``ranks``, and of one more once process 0 trains."""
     slots = f"sh -c 'echo localhost:$(({ranks} + $(ls {folder} | grep -c ^0.log)))'"
-    ringrun = f"-m lightning_ring.cli.ringrun -n {ranks} --max-ranks {ranks + 1} --discover"
+    ringrun = [*RINGRUN, "-n", str(ranks), "--max-ranks", str(ranks + 1), "--discover", slots]
     script = [*forked.python(), RANK, str(folder), "gloo", *asked]
-    env |= {"FIT_WAIT": "3", "FIT_NEWCOMER": str(ranks)}
-    return run([sys.executable, *ringrun.split(), slots, *script], **env)
+    return run([*ringrun, *script], FIT=json.dumps({"wait": 3, "newcomer": ranks} | options))
 
 
 def test_callbacks_communicate_in_every_hook_while_a_process_joins(tmp_path):
-    done = grow(2, tmp_path, FIT_CALLBACKS="InEveryHook(1);InEveryHook(7)")
+    done = grow(2, tmp_path, callbacks=["CollectiveInEveryHook()"])
     assert done.returncode == 0, done.stdout[-6000:]
-    ends = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
-    check(tmp_path, ends, 3)
+    check(tmp_path, ends_in(tmp_path), 3)
 
 
 @pytest.mark.parametrize(
@@ -369,9 +348,7 @@ def test_a_rank_that_began_alone_trains_on_with_a_newcomer(asked, tmp_path):
         assert "asked to stop (SIGTERM), and did so at the same step" in done.stdout
     else:
         assert done.returncode == 0, done.stdout[-6000:]
-        check(
-            tmp_path, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))], 2
-        )
+        check(tmp_path, ends_in(tmp_path), 2)
 
 
 @pytest.mark.skipif(
@@ -381,62 +358,50 @@ def test_averaged_weights_are_exchanged_once_and_reach_newcomers(tmp_path):
     """They are in the model during validation, and at the end. A rank dies there, and its
     replacement joins.
     """
-    env = {
-        "FIT_CALLBACKS": "EMAWeightAveraging(use_buffers=False, decay=0.9)",
-        "FIT_WAIT": "14",
-        "FIT_NEWCOMER": "3",
-    }
-    ends = fit(tmp_path, "gloo", "1:12:validation", respawn=True, ranks=3, **env)
+    averaging = "EMAWeightAveraging(use_buffers=False, decay=0.9)"
+    options = {"callbacks": [averaging], "wait": 14, "newcomer": 3}
+    ends = fit(tmp_path, "gloo", "1:12:validation", respawn=True, ranks=3, **options)
     check(tmp_path, ends, 3)
     assert [end["number"] for end in ends] == [0, 2, 3]
 
 
 def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(tmp_path):
     """It would train with another schedule."""
-    env = {
-        "FIT_CALLBACKS": "StochasticWeightAveraging(0.01, swa_epoch_start=1)",
-        "FIT_WAIT": "6",
-        "FIT_NEWCOMER": "3",
-    }
-    ends = fit(tmp_path, "gloo", "1:2:backward", respawn=True, ranks=3, **env)
-    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [
-        (0, 0, 2),
-        (2, 1, 2),
-    ]
+    averaging = "StochasticWeightAveraging(0.01, swa_epoch_start=1)"
+    options = {"callbacks": [averaging], "wait": 6, "newcomer": 3}
+    ends = fit(tmp_path, "gloo", "1:2:backward", respawn=True, ranks=3, **options)
+    assert_0_and_2_are_left(ends)
     assert len({end["digest"] for end in ends}) == 1
     assert (
         "waits to join, and cannot: StochasticWeightAveraging" in (tmp_path / "output").read_text()
     )
 
 
+def assert_0_and_2_are_left(ends):
+    left = [(end["number"], end["rank"], end["world_size"]) for end in ends]
+    assert left == [(0, 0, 2), (2, 1, 2)]
+
+
 @pytest.mark.parametrize(
-    ("backend", "variables", "ranks", "options", "deaths"),
+    ("backend", "options", "ranks", "deaths"),
     [
-        ("gloo", {}, 4, {}, ["1:9:forward"]),
+        ("gloo", {}, 4, ["1:9:forward"]),
         # one rank less on each node
-        (
-            "auto",
-            {"FIT_NODES": "2"},
-            6,
-            {"topology": "hierarchical"},
-            ["1:6:forward", "0:6:backward"],
-        ),
-        ("auto", {"FIT_SHARDED": "1"}, 4, {}, ["1:9:step"]),
+        ("auto", {"nodes": 2}, 6, ["1:6:forward", "0:6:backward"]),
+        ("auto", {"sharded": True}, 4, ["1:9:step"]),
         # parameters that follow others in training_step have done so when the rank dies
-        ("gloo", {"FIT_MOMENTUM": "1"}, 4, {}, ["1:9:forward"]),
+        ("gloo", {"momentum": True}, 4, ["1:9:forward"]),
         # one of two optimizers has stepped
-        ("gloo", {"FIT_MANUAL": "1"}, 4, {}, ["1:19:between"]),
+        ("gloo", {"manual": True}, 4, ["1:19:between"]),
     ],
 )
 def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
-    backend, variables, ranks, options, deaths, tmp_path
+    backend, options, ranks, deaths, tmp_path
 ):
     (first, fresh) = (tmp_path / "first", tmp_path / "fresh")
-    first.mkdir()
-    fresh.mkdir()
-    strategy = json.dumps({"resize_lr": "linear"} | options)
-    env = {"FIT_DROPOUT": "0", "FIT_STRATEGY": strategy} | variables
-    ends = fit(first, backend, *deaths, ranks=ranks, **env)
+    topology = {"topology": "hierarchical"} if "nodes" in options else {}
+    options = options | {"dropout": 0.0, "strategy": {"resize_lr": "linear"} | topology}
+    ends = fit(first, backend, *deaths, ranks=ranks, **options)
     check(first, ends, left := ranks - len(deaths))
     (checkpoint,) = (first / "checkpoints").glob("epoch=0-*.ckpt")
     saved = torch.load(checkpoint, weights_only=False)
@@ -449,23 +414,19 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
         for name in {"base_lrs", "_last_lr"} & set(group):
             group[name] = [rate * left / ranks for rate in group[name]]
     torch.save(saved, checkpoint)
-    again = fit(fresh, backend, ranks=left, FIT_RESUME=str(checkpoint), **env)
+    again = fit(fresh, backend, ranks=left, resume=str(checkpoint), **options)
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
 
 
 def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(tmp_path):
     """With fewer ranks than the checkpoint's, of which one dies in that epoch."""
     first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    trainer = json.dumps({"max_epochs": 1, "val_check_interval": 4})
-    env = {"FIT_LOADER": "1", "FIT_TRAINER": trainer}
-    fit(first, "gloo", **env)
-    checkpoint = first / "checkpoints" / "epoch=0-step=4.ckpt"
-    ends = fit(second, "gloo", "1:6:forward", ranks=3, FIT_RESUME=str(checkpoint), **env)
-    assert len(ends) == 2
+    options = {"loader": True, "trainer": {"max_epochs": 1, "val_check_interval": 4}}
+    fit(first, "gloo", **options)
+    checkpoint = str(first / "checkpoints" / "epoch=0-step=4.ckpt")
+    ends = fit(second, "gloo", "1:6:forward", ranks=3, resume=checkpoint, **options)
     order = [*ShuffledSampler(SAMPLES, remainder="drop", seed=3)]
-    check_behind(second, ends, SAMPLES - (before := 4 * 4 * BATCH))
+    check_behind(second, ends, SAMPLES - (before := 4 * 4 * BATCH), left=2)
     assert set(trained_samples(second)[0]) <= set(order[before:])
 
 
@@ -476,15 +437,10 @@ def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(
     """Rank 3, on another host, is the mirror of rank 1. The two others end with the bits of a
     fresh job from that checkpoint."""
     first, fresh = tmp_path / "first", tmp_path / "fresh"
-    first.mkdir()
-    fresh.mkdir()
-    env = {"FIT_DROPOUT": "0", "FIT_SHARDED": "1"}
-    ends = fit(first, "auto", "1:10:forward", "3:10:forward", agent=True, **env)
-    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [
-        (0, 0, 2),
-        (2, 1, 2),
-    ]
+    options = {"dropout": 0.0, "sharded": True}
+    ends = fit(first, "auto", "1:10:forward", "3:10:forward", agent=True, **options)
+    assert_0_and_2_are_left(ends)
     (checkpoint,) = (first / "checkpoints").glob("epoch=0-*.ckpt")
-    again = fit(fresh, "auto", ranks=2, FIT_RESUME=str(checkpoint), **env)
+    again = fit(fresh, "auto", ranks=2, resume=str(checkpoint), **options)
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
     assert {end["step"] for end in ends} == {end["step"] for end in again} == {9 + 18}

@@ -4,6 +4,7 @@ end of one.
 
 from contextlib import ExitStack
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -115,16 +116,9 @@ def test_a_newcomer_of_shards_counts_a_checkpoint_as_the_others_do():
         calls.call(dying(0, path))  # the strategy's
         calls.call(dying(0, None))  # the Trainer's barrier
 
-    loop = SimpleNamespace(advance=None, val_loop=SimpleNamespace(run=None))
-    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), save_checkpoint=save)
-    strategy = SimpleNamespace(
-        fit_trainer=trainer,
-        precision_plugin=SimpleNamespace(_after_closure=None),
-        algorithm=SimpleNamespace(sharded=False),
-        is_automatic=True,
-        call_together=calls.call,
-    )
-    fit = SimpleNamespace(recovery=SimpleNamespace(parted=True))
+    strategy, fit = MagicMock(call_together=calls.call), MagicMock()
+    strategy.algorithm.sharded, fit.recovery.parted = False, True
+    strategy.fit_trainer.save_checkpoint = save
     change_loops(strategy, fit, ExitStack())
-    trainer.save_checkpoint("path")
+    strategy.fit_trainer.save_checkpoint("path")
     assert calls._count == 1

@@ -29,7 +29,8 @@ class Stream(IterableDataset):
         return iter(range(8))
 
 
-DATA = list(range(8))
+DATA, CUT = list(range(8)), {"num_replicas": 2, "rank": 0}
+WRAPPED = DistributedSamplerWrapper(RandomSampler(DATA), **CUT)
 
 
 @pytest.mark.parametrize(
@@ -42,18 +43,17 @@ DATA = list(range(8))
             "This one has batch_sampler=OwnBatches(...).",
         ),
         ([DataLoader(DATA, batch_size=None)], "This one has batch_size=None."),
-        (  # as Lightning puts the user's sampler into one of its own
+        # as Lightning puts the user's sampler into one of its own
+        (
             [
                 DataLoader(
-                    DATA,
-                    BATCH,
-                    sampler=DistributedSamplerWrapper(RandomSampler(DATA), num_replicas=2, rank=0),
+                    DATA, BATCH, sampler=DistributedSamplerWrapper(RandomSampler(DATA), **CUT)
                 )
             ],
             "This one has sampler=RandomSampler(...).",
         ),
         (
-            [DataLoader(DATA, BATCH, sampler=DistributedSampler(DATA, num_replicas=2, rank=0))],
+            [DataLoader(DATA, BATCH, sampler=DistributedSampler(DATA, **CUT))],
             "This one has sampler=DistributedSampler(...).",
         ),
         (
@@ -74,7 +74,7 @@ def test_a_loader_without_an_order_for_all_ranks_is_named_as_the_user_wrote_it(l
 
 
 def test_padding_names_the_sampler_of_the_user():
-    ours = DistributedSamplerWrapper(RandomSampler(range(7)), num_replicas=2, rank=0)
+    ours = DistributedSamplerWrapper(RandomSampler(range(7)), **CUT)
     with pytest.warns(UserWarning, match="by 2 ranks: RandomSampler, cut for the ranks, repeats 1"):
         warn_of_padding(DataLoader(range(7), 1, sampler=ours), 2)
 
@@ -88,19 +88,6 @@ def position(sampler, epoch, batch_idx, limit=1.0):
     )
     trainer = SimpleNamespace(current_epoch=epoch, fit_loop=fit_loop, limit_train_batches=limit)
     return TrainingPosition(trainer)
-
-
-def test_a_fit_that_goes_on_within_an_epoch_counts_from_the_saved_position():
-    saved = ShuffledSampler(400, rank=0, world_size=4)
-    sampler = ShuffledSampler(400, rank=0, world_size=2)
-    sampler.load_state_dict(saved.state_dict(trained=6 * BATCH) | {"epoch": 1})
-    found = position(sampler, epoch=1, batch_idx=6)
-    # if ranks change before its first step
-    assert found.state_dict()["after"]["position"] == 6 * BATCH * 4
-    found.begin_step()
-    found.end_step()
-    assert found.state_dict()["after"]["position"] == 6 * BATCH * 4 + BATCH * 2
-    assert found.state_dict()["after"]["taken"] == 7 * BATCH
 
 
 def test_a_fit_that_begins_an_epoch_counts_from_its_start():

@@ -5,6 +5,7 @@ No ranks.
 import csv
 import random
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import numpy
@@ -25,7 +26,6 @@ from lightning_ring.integrations.lightning.elastic.checkpoints import (
 )
 from lightning_ring.integrations.lightning.elastic.loops import _validate
 from lightning_ring.integrations.lightning.elastic.undo import (
-    ChangedInSteps,
     remember_callbacks,
     remember_exchanged_weights,
     remember_metrics,
@@ -55,11 +55,8 @@ def test_the_next_rank_0_goes_on_with_its_metrics_file(dies, tmp_path):
     successor.log_metrics({"loss": 2.0, "other": 1.0}, step=1)
     successor.save()
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["step"], row["loss"], row["other"]) for row in rows] == [
-        ("0", "3.0", ""),
-        ("1", "2.0", "1.0"),
-    ]
+        rows = [(row["step"], row["loss"], row["other"]) for row in csv.DictReader(file)]
+    assert rows == [("0", "3.0", ""), ("1", "2.0", "1.0")]
     assert len(list((tmp_path / "csv").iterdir())) == 1
 
 
@@ -73,9 +70,8 @@ def test_a_next_rank_0_that_finds_no_file_begins_one(tmp_path):
     go_on_with_csv(successor)
     successor.log_metrics({"loss": 2.0}, step=1)
     successor.save()
-    assert (tmp_path / "csv" / "version_4" / "metrics.csv").read_text().splitlines()[
-        0
-    ] == "loss,step"
+    metrics = tmp_path / "csv" / "version_4" / "metrics.csv"
+    assert metrics.read_text().startswith("loss,step")
 
 
 def test_metrics_are_put_back_as_often_as_a_part_is_run_again():
@@ -93,21 +89,15 @@ def test_metrics_are_put_back_as_often_as_a_part_is_run_again():
 
 
 def test_callbacks_that_save_or_stop_are_put_back():
-    checkpoint, stopping = (
-        ModelCheckpoint(monitor="val_loss", save_top_k=2),
-        EarlyStopping("val_loss"),
-    )
+    checkpoint, stopping = ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss")
     restore = remember_callbacks(SimpleNamespace(callbacks=[checkpoint, stopping]))
     for _ in range(2):
         checkpoint.best_k_models["a.ckpt"] = torch.tensor(1.0)
         checkpoint._last_global_step_saved = 12
         stopping.wait_count = 3
         restore()
-        assert (
-            checkpoint.best_k_models,
-            checkpoint._last_global_step_saved,
-            stopping.wait_count,
-        ) == ({}, 0, 0)
+        assert (checkpoint.best_k_models, checkpoint._last_global_step_saved) == ({}, 0)
+        assert stopping.wait_count == 0
 
 
 def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were():
@@ -125,18 +115,14 @@ def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were
 
 def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_on_all_ranks():
     def fit(is_main):
-        saving, counting = ModelCheckpoint(), Callback()
-        counting.count, counting.is_main, counting.lines, counting.seen = (
-            0,
-            is_main,
-            [],
-            torch.zeros(1),
-        )
+        counting = Callback()
+        counting.count, counting.is_main = 0, is_main
+        counting.lines, counting.seen = [], torch.zeros(1)
         module = pl.LightningModule()
         module.best = 0.0
-        callbacks = [saving, counting, TQDMProgressBar()]
+        settings = {"accumulate_grad_batches": 1, "_private": 0, "lightning_module": module}
         return SimpleNamespace(
-            callbacks=callbacks, lightning_module=module, accumulate_grad_batches=1, _private=0
+            callbacks=[ModelCheckpoint(), counting, TQDMProgressBar()], **settings
         )
 
     first, other, new = fit(True), fit(False), fit(False)
@@ -151,61 +137,31 @@ def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_o
     take_attributes(new, changed[0])
     saving, counting, bar = new.callbacks
     assert (saving._last_checkpoint_saved, saving._last_time_checked) == ("last.ckpt", None)
-    assert (counting.count, counting.is_main, counting.lines, float(counting.seen)) == (
-        3,
-        False,
-        [],
-        0.0,
-    )
+    assert (counting.count, counting.is_main) == (3, False)
+    assert (counting.lines, float(counting.seen)) == ([], 0.0)
     assert (new.lightning_module.best, new.accumulate_grad_batches, new._private) == (0.5, 2, 0)
     assert not hasattr(bar, "shown")
 
 
-class Exchanging(Callback):
-    """Has another weight in the module while it is validated, and knows that."""
-
-    def __init__(self, other):
-        self.other, self.exchanged = other, False
-
-    def exchange(self, module):
-        for own, other in zip(module.parameters(), self.other.parameters(), strict=True):
-            own.data, other.data = other.data, own.data
-
-    def on_validation_start(self, trainer, module):
-        if not self.exchanged:
-            self.exchange(module)
-        self.exchanged = True
-
-    def on_validation_end(self, trainer, module):
-        self.exchange(module)
-        self.exchanged = False
-
-
-def test_a_validation_that_runs_again_begins_with_weights_and_decision_of_the_first():
-    module, callback = pl.LightningModule(), Exchanging(nn.Linear(1, 1))
-    module.net = nn.Linear(1, 1)
-    own, other = module.net.weight.item(), callback.other.weight.item()
-    loops = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
-    trainer = SimpleNamespace(callbacks=[callback], should_stop=False, fit_loop=loops)
-    fields = {"fit_trainer": trainer, "lightning_module": module, "is_survivable": True}
-    strategy = SimpleNamespace(**fields, and_barrier=lambda run: run())
-    seen = []
+def test_a_validation_that_runs_again_begins_with_the_decision_of_the_first():
+    strategy, seen = MagicMock(and_barrier=lambda run: run()), []
+    strategy.lightning_module = pl.LightningModule()
+    strategy.fit_trainer.callbacks, strategy.fit_trainer.should_stop = [], False
 
     def validate():
-        seen.append((trainer.should_stop, module.net.weight.item()))
-        callback.on_validation_start(trainer, module)
-        seen.append((trainer.should_stop, module.net.weight.item()))
-        trainer.should_stop = True
-        if len(seen) < 6:
+        seen.append(strategy.fit_trainer.should_stop)
+        strategy.fit_trainer.should_stop = True
+        if len(seen) < 3:
             raise RuntimeError("a rank has died")
-        callback.on_validation_end(trainer, module)
-        trainer.should_stop = False
 
     fit = SimpleNamespace(calls=HostCalls(lambda error: None), recovery=SimpleNamespace(view=None))
     _validate(strategy, fit, validate)
-    assert seen == [(False, own), (False, other)] * 3
-    assert (module.net.weight.item(), callback.other.weight.item()) == (own, other)
-    assert not trainer.should_stop
+    assert seen == [False] * 3
+
+
+class Exchanging(Callback):
+    def on_validation_start(self, trainer, module):
+        raise AssertionError("no validation starts")
 
 
 def test_weights_are_copied_only_where_a_hook_may_exchange_them():
@@ -213,7 +169,7 @@ def test_weights_are_copied_only_where_a_hook_may_exchange_them():
     module.net = nn.Linear(1, 1)
     for callbacks, restores in (
         ([ModelCheckpoint(), TQDMProgressBar()], False),
-        ([Exchanging(module.net)], True),
+        ([Exchanging()], True),
     ):
         restore = remember_exchanged_weights(SimpleNamespace(callbacks=callbacks), module)
         with torch.no_grad():
@@ -221,34 +177,3 @@ def test_weights_are_copied_only_where_a_hook_may_exchange_them():
         changed = module.net.weight.item()
         restore()
         assert (module.net.weight.item() == changed) is not restores
-
-
-@pytest.mark.parametrize("assigns", [False, True])
-def test_parameters_that_follow_others_in_a_step_are_put_back(assigns):
-    """From the second step on: the first one tells which they are. Not what the optimizer has
-    changed.
-    """
-    module = nn.ModuleDict(
-        {"leader": nn.Linear(1, 1), "follower": nn.Linear(1, 1).requires_grad_(False)}
-    )
-    follower, changed = module["follower"].weight, ChangedInSteps()
-
-    def follow():
-        if assigns:
-            follower.data = follower.data * 0.5
-        else:
-            follower.data.mul_(0.5)
-
-    before = follower.item()
-    changed.begin_step(module)
-    follow()
-    changed.end_step()
-    module["leader"].weight.data.add_(1)
-    for _ in range(2):
-        restore = changed.begin_step(module)
-        follow()
-        restore()
-    assert follower.item() == before / 2
-    changed.begin_step(module)
-    changed.end_step()
-    assert [id(follower)] == list(changed._found)
