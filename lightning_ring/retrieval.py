@@ -14,7 +14,6 @@ __all__ = [
     "NothingToFindError",
     "RetrievalMetrics",
     "gather_rows",
-    "nearest",
     "retrieval_metrics",
     "search",
 ]
@@ -24,30 +23,29 @@ AllGather = Callable[[Tensor], Sequence[Tensor]]
 `Communicator.all_gather` is one."""
 
 
+CHUNK = 1024  # queries that are compared at a time
+BLOCK = 8192  # rows of a rank's gallery that are compared at a time
+
+
 def search(
     queries: Tensor,
     gallery: Tensor,
     k: int,
     *,
     exclude: Tensor | None = None,
-    chunk: int = 1024,
-    block: int = 8192,
     all_gather: AllGather | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` items of all ranks' galleries that are most similar to each of this rank's
     ``queries``, best first.
 
     No rank holds the whole gallery: it passes by in blocks. Beside its own queries and gallery, a
-    rank has memory for the ranks' blocks, for ``chunk`` x ``block`` similarities, and for the
-    results.
+    rank has memory for the ranks' blocks, for `CHUNK` x `BLOCK` similarities, and for the results.
 
     Args:
         queries: (q, d) of this rank, of unit length; q may differ between ranks.
         gallery: (n, d) of this rank, of unit length; n may differ too.
         k: Items to find; fewer are found where the galleries hold fewer.
         exclude: (q,) place of an item that a query does not find, such as itself; -1 for none.
-        chunk: Queries compared at a time.
-        block: Rows of a rank's gallery compared at a time.
         all_gather: With several ranks: brings tensors together.
 
     Returns:
@@ -59,30 +57,23 @@ def search(
     k = min(k, sum(sizes))
     similarities = queries.new_full((len(queries), 0), -torch.inf)
     places = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
-    for start in range(0, max(sizes), block):
-        rows = gallery[start : start + block]
+    for start in range(0, max(sizes), BLOCK):
+        rows = gallery[start : start + BLOCK]
         parts: Sequence[Tensor] = [rows]
         if all_gather is not None:
-            longest = min(block, max(sizes) - start)
+            longest = min(BLOCK, max(sizes) - start)
             parts = all_gather(pad(rows, (0, 0, 0, longest - len(rows))).contiguous())
         offset = 0
         for size, part in zip(sizes, parts, strict=True):
             part = part[: max(0, size - start)]
             if len(part):
-                found, at = _best_of(queries, part, k, offset + start, exclude, chunk)
-                similarities, places = _merged((similarities, places), (found, at), k)
+                found, at = _best_of(queries, part, k, offset + start, exclude)
+                similarities = torch.cat([similarities, found], dim=1)
+                places = torch.cat([places, at], dim=1)
+                best = similarities.topk(min(k, similarities.shape[1]), dim=1)
+                similarities, places = best.values, places.gather(1, best.indices)
             offset += size
     return similarities, torch.where(similarities == -torch.inf, -1, places)
-
-
-def nearest(queries: Tensor, gallery: Tensor, k: int, exclude: Tensor | None = None) -> Tensor:
-    """(q, k) indices of the ``k`` items of ``gallery`` (n, d) most similar to each of ``queries``
-    (q, d), best first.
-
-    ``exclude`` (q,) names for each query an item of the gallery that does not count, itself for
-    instance: where nothing else is left, the index is -1. Rows are taken as normalised.
-    """
-    return search(queries, gallery, k, exclude=exclude)[1]
 
 
 def gather_rows(tensor: Tensor, all_gather: AllGather) -> Tensor:
@@ -102,39 +93,23 @@ def row_counts(tensor: Tensor, all_gather: AllGather | None) -> list[int]:
 
 
 def _best_of(
-    queries: Tensor, part: Tensor, k: int, first: int, exclude: Tensor | None, chunk: int
+    queries: Tensor, part: Tensor, k: int, first: int, exclude: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The best of ``part``, whose first row has the place ``first``; excluded items have the
     similarity -inf.
     """
     found, at = [], []
-    for begin in range(0, len(queries), chunk):
-        rows = queries[begin : begin + chunk]
-        left_out = None if exclude is None else exclude[begin : begin + chunk] - first
-        one, where = _best(rows, part, k, left_out)
-        found.append(one)
-        at.append(where + first)
-    if not found:
-        shape = 0, min(k, len(part))
-        return queries.new_empty(shape), torch.empty(shape, dtype=torch.long, device=queries.device)
+    left_out = None if exclude is None else (exclude - first).split(CHUNK)
+    for number, rows in enumerate(queries.split(CHUNK)):
+        similarity = rows @ part.T
+        if left_out is not None:
+            columns = left_out[number]
+            inside = ((columns >= 0) & (columns < len(part))).nonzero().squeeze(1)
+            similarity[inside, columns[inside]] = -torch.inf
+        best = similarity.topk(min(k, len(part)), dim=1)
+        found.append(best.values)
+        at.append(best.indices + first)
     return torch.cat(found), torch.cat(at)
-
-
-def _best(rows: Tensor, part: Tensor, k: int, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    similarity = rows @ part.T
-    if left_out is not None:
-        inside = ((left_out >= 0) & (left_out < len(part))).nonzero().squeeze(1)
-        similarity[inside, left_out[inside]] = -torch.inf
-    best = similarity.topk(min(k, len(part)), dim=1)
-    return best.values, best.indices
-
-
-def _merged(
-    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], k: int
-) -> tuple[Tensor, Tensor]:
-    similarity, places = torch.cat([one[0], other[0]], dim=1), torch.cat([one[1], other[1]], dim=1)
-    best = similarity.topk(min(k, similarity.shape[1]), dim=1)
-    return best.values, places.gather(1, best.indices)
 
 
 # -- metrics
@@ -181,10 +156,7 @@ def retrieval_metrics(
     *,
     gallery: Items | None = None,
     ks: Sequence[int] = (1, 10, 100),
-    chunk: int = 1024,
-    block: int = 8192,
     rank: int = 0,
-    world_size: int = 1,
     all_gather: AllGather | None = None,
 ) -> RetrievalMetrics:
     """Each item of all ranks is looked up among all the others, by cosine similarity. The same on
@@ -201,20 +173,18 @@ def retrieval_metrics(
         gallery: Items among which to look instead, of this rank. An item that is a query too has
             one index in both; no other query may have its index.
         ks: The K of R@K.
-        chunk, block: Queries, and rows of a rank's gallery, compared at a time.
-        rank, world_size: Of this process.
+        rank: Of this process.
         all_gather: With more than one rank: brings tensors together.
 
     Raises:
-        ValueError: Shapes do not fit, values are not finite, an item has another class in
-            ``gallery``, or ``all_gather`` is missing.
+        ValueError: Shapes do not fit, values are not finite, or an item has another class in
+            ``gallery``.
         NothingToFindError: There is no item with a match (a `ValueError` too).
     """
     items = (embeddings, labels, indices)
-    _check(items, gallery, ks, min(chunk, block), world_size, all_gather)
-    gather = all_gather if world_size > 1 else None
-    queries = _Spread(items, rank, gather)
-    among = queries if gallery is None else _Spread(gallery, rank, gather)
+    _check(items, gallery, ks)
+    queries = _Spread(items, rank, all_gather)
+    among = queries if gallery is None else _Spread(gallery, rank, all_gather)
     place = queries.places_in(among)
     _check_classes(queries, among, place)
     num_others = among.num_of(queries.labels) - (place >= 0).long()
@@ -235,14 +205,12 @@ def retrieval_metrics(
         among.unit,
         max(*ks, int(num_others.max())),
         exclude=place[mine],
-        chunk=chunk,
-        block=block,
-        all_gather=gather,
+        all_gather=all_gather,
     )
     right = (among.labels[found] == queries.labels[mine][:, None]) & (similarity > -torch.inf)
     sums = _sums(right, num_others[mine], ks)
-    if gather is not None:
-        sums = torch.stack(list(gather(sums))).sum(0)
+    if all_gather is not None:
+        sums = torch.stack(list(all_gather(sums))).sum(0)
     *hits, precision = (sums / num_queries).tolist()
     return RetrievalMetrics(
         hit_rate=dict(zip(ks, hits, strict=True)),
@@ -287,19 +255,21 @@ class _Spread:
 
     def places_in(self, other: _Spread) -> Tensor:
         """Where each of these items (of all ranks) stands in ``other``; -1 for nowhere."""
-        if not len(other.indices):
-            return torch.full_like(self.indices, -1)
-        ascending, order = other.indices.sort()
-        at = torch.searchsorted(ascending, self.indices).clamp(max=len(ascending) - 1)
-        return torch.where(ascending[at] == self.indices, order[at], -1)
+        mine, others = _numbered(self.indices, other.indices)
+        places = torch.full((len(mine) + len(others),), -1, device=mine.device)
+        places[others] = torch.arange(len(others), device=mine.device)
+        return places[mine]
 
     def num_of(self, labels: Tensor) -> Tensor:
         """How many of these items are of each class of ``labels``."""
-        if not len(self.labels):
-            return torch.zeros_like(labels)
-        classes, counts = self.labels.unique(return_counts=True)
-        at = torch.searchsorted(classes, labels).clamp(max=len(classes) - 1)
-        return torch.where(classes[at] == labels, counts[at], 0)
+        mine, asked = _numbered(self.labels, labels)
+        return torch.bincount(mine, minlength=len(mine) + len(asked))[asked]
+
+
+def _numbered(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers for the values of both: equal ones have the same number, less than their count."""
+    _, numbers = torch.cat([one, other]).unique(return_inverse=True)
+    return numbers[: len(one)], numbers[len(one) :]
 
 
 def _check_classes(queries: _Spread, among: _Spread, place: Tensor) -> None:
@@ -340,15 +310,8 @@ def _first_of_each(indices: Tensor) -> Tensor:
     return fresh
 
 
-def _check(
-    items: Items,
-    gallery: Items | None,
-    ks: Sequence[int],
-    piece: int,
-    world_size: int,
-    all_gather: AllGather | None,
-) -> None:
-    for embeddings, labels, indices in (items, *([gallery] if gallery is not None else [])):
+def _check(items: Items, gallery: Items | None, ks: Sequence[int]) -> None:
+    for embeddings, labels, indices in (items, gallery or items):
         if (
             embeddings.ndim != 2
             or labels.shape != embeddings.shape[:1]
@@ -366,13 +329,5 @@ def _check(
             f"{items[0].dtype}, the gallery of {gallery[0].shape[1]} x {gallery[0].dtype}. Embed "
             "both with one model."
         )
-    if not ks or min(ks) < 1 or piece < 1:
-        raise ValueError(
-            "retrieval_metrics expects every k, chunk and block to be at least 1, "
-            f"got ks={ks}, {piece}."
-        )
-    if world_size > 1 and all_gather is None:
-        raise ValueError(
-            f"retrieval_metrics on {world_size} ranks needs all_gather, to bring "
-            "their items together."
-        )
+    if not ks or min(ks) < 1:
+        raise ValueError(f"retrieval_metrics expects every k to be at least 1, got ks={ks}.")

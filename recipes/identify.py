@@ -55,7 +55,7 @@ def embeddings(model: nn.Module, images: Any, crop: CenterCrop) -> Tensor:
 def picture_of(
     photos: Sequence[Any], answers: Sequence[Sequence[tuple[Any, str, float]]], names: Sequence[str]
 ) -> Figure:
-    """A row for each of ``photos`` (uint8, 3 x height x width): itself, then what was found, the
+    """A row for each of ``photos`` (height x width x 3): itself, then what was found, the
     most similar first.
     """
     columns = 1 + max(map(len, answers))
@@ -64,10 +64,10 @@ def picture_of(
     for axes in grid.flat:
         axes.axis("off")
     for row, photo, name, found in zip(grid, photos, names, answers, strict=True):
-        row[0].imshow(photo.permute(1, 2, 0).numpy())
+        row[0].imshow(photo)
         row[0].set_title(name, fontsize=9)
         for axes, (image, label, similarity) in zip(row[1:], found, strict=False):
-            axes.imshow(image.permute(1, 2, 0).numpy())
+            axes.imshow(image)
             axes.set_title(f"{label}\n{similarity:.3f}", fontsize=9)
     return figure
 
@@ -99,11 +99,11 @@ def identify(
         labels = [known.classes[known.labels[index]] for index in indices]
         answers.append(
             [
-                (known[i][0], label, value)
+                (decode_rgb(known.read_many([i])[0]), label, value)
                 for i, label, value in zip(indices, labels, values, strict=True)
             ]
         )
-    shown = [torch.from_numpy(decode_rgb(photo.read_bytes())).permute(2, 0, 1) for photo in photos]
+    shown = [decode_rgb(photo.read_bytes()) for photo in photos]
     picture_of(shown, answers, [photo.name for photo in photos]).savefig(output)
     print(f"picture: {output}")
 

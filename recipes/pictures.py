@@ -14,7 +14,7 @@ from torchmetrics.functional import confusion_matrix
 from torchmetrics.utilities.plot import plot_confusion_matrix
 from torchvision.utils import make_grid
 
-from lightning_ring.retrieval import nearest
+from lightning_ring.retrieval import search
 
 MOST_COUNTED = 20  # classes of a confusion matrix that has numbers in its cells
 MOST_NAMES = 40  # of classes along an axis
@@ -132,7 +132,7 @@ def strips(images: Tensor, labels: Tensor, embeddings: Tensor, num: int, k: int 
     whether they are right.
     """
     queries = torch.linspace(0, len(labels) - 1, min(num, len(labels))).long()
-    found = nearest(embeddings[queries], embeddings, min(k, len(labels) - 1), exclude=queries)
+    _, found = search(embeddings[queries], embeddings, min(k, len(labels) - 1), exclude=queries)
     rows: list[Tensor] = []
     for query, others in zip(queries.tolist(), found.tolist(), strict=True):
         rows.append(framed(images[query], (1.0, 1.0, 1.0)))

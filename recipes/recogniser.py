@@ -203,6 +203,9 @@ class Recogniser(FromConfiguration):
         apart = self.num_classes if loader == UNSEEN else 0
         return embeddings, labels + apart, indices + (loader << 48)
 
+    def gather_list(self, tensor: Tensor) -> list[Tensor]:
+        return list(self.all_gather(tensor))
+
     def report_retrieval(self, name: str, items: Items, gallery: Items | None) -> None:
         """Log ``NAME/R@1`` and the like; nothing, with a warning, where nothing has a match, as in
         a few batches.
@@ -212,8 +215,7 @@ class Recogniser(FromConfiguration):
                 *items,
                 gallery=gallery,
                 rank=self.trainer.global_rank,
-                world_size=self.trainer.world_size,
-                all_gather=lambda tensor: list(self.all_gather(tensor)),
+                all_gather=self.gather_list if self.trainer.world_size > 1 else None,
             )
         except NothingToFindError as error:
             if not self.trainer.sanity_checking:

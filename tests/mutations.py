@@ -162,7 +162,7 @@ def _read_everything(root):
     for i in range(min(100, len(images))):
         assert images.name(i) is not None
         images[i]
-    assert len(images._index.stamps) == len(images)
+    assert len(images._index.column("stamps")) == len(images)
 
 
 def _write_messages(folder):
@@ -263,8 +263,9 @@ def _write_images(folder):
 
 def _read_images(folder):
     for path in sorted(folder.glob("*/*")):
-        with suppress(ValueError, OSError):
-            assert decode_rgb(path.read_bytes(), 2**24).nbytes <= 3 * 2**24
+        few = patch("lightning_ring.data.decoding.MAX_PIXELS", 2**24)
+        with few, suppress(ValueError, OSError):
+            assert decode_rgb(path.read_bytes()).nbytes <= 3 * 2**24
 
 
 PARSERS = {

@@ -14,30 +14,28 @@ from PIL import Image
 MAX_PIXELS = 178_956_970
 
 
-def decode_rgb(
-    data: bytes | bytearray | memoryview, max_pixels: int = MAX_PIXELS
-) -> npt.NDArray[np.uint8]:
+def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
     """Pixels of an encoded image, height x width x 3, uint8. JPEGs release the GIL while they are
     decoded.
 
     Raises:
         ValueError, OSError: Neither simplejpeg nor Pillow can decode it, or it has more than
-            ``max_pixels``, by its header.
+            `MAX_PIXELS`, by its header.
     """
     if bytes(data[:2]) == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            if height * width <= max_pixels:
+            if height * width <= MAX_PIXELS:
                 pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB")
                 return pixels
         except ValueError:
             pass  # CMYK, or damage that Pillow may tolerate
     try:
         image = Image.open(BytesIO(data))  # reads the header only
-        if image.width * image.height > max_pixels:
+        if image.width * image.height > MAX_PIXELS:
             raise ValueError(
                 f"its header says {image.width} x {image.height} pixels, expected at most "
-                f"{max_pixels:,} (max_pixels=)"
+                f"{MAX_PIXELS:,}"
             )
         return rgb_pixels(image)
     except (ValueError, OSError, MemoryError):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from lightning_ring.data.decoding import MAX_PIXELS, decode_rgb
+from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.shards import (
     ByteRange,
     ShardFiles,
@@ -38,7 +38,6 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         decode: False gives the encoded bytes instead of a tensor, to ``transform`` too.
         generation: Of a set to which images were appended: how many appends to read. Left out, all.
             Later appends do not disturb a data set that is open, nor its copies in workers.
-        max_pixels: An image whose header says more is not decoded.
 
     Attributes:
         labels: Class number of every image: int32, length ``len(dataset)``, mapped read-only. You
@@ -64,12 +63,10 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         *,
         decode: bool = True,
         generation: int | None = None,
-        max_pixels: int = MAX_PIXELS,
     ) -> None:
         self.root = Path(root).absolute()
         self.transform = transform
         self.decode = decode
-        self.max_pixels = max_pixels
         self._open(generation)
 
     def _open(self, generation: int | None) -> None:
@@ -165,7 +162,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         image: Any = data
         if self.decode:
             try:
-                image = torch.from_numpy(decode_rgb(data, self.max_pixels)).permute(2, 0, 1)
+                image = torch.from_numpy(decode_rgb(data)).permute(2, 0, 1)
             except (ValueError, OSError) as error:
                 raise ShardError(
                     f"{self.where(i)}, cannot be decoded: {error}. {self._how_to_verify}"

@@ -37,14 +37,14 @@ import hashlib
 import json
 import os
 import re
-import resource
-import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -52,6 +52,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.errors import ShardError, ShardLostError
+from lightning_ring.host import most_open_files
 
 MANIFEST = "manifest.json"
 REPORT = "report.csv"
@@ -200,19 +201,19 @@ def _check_values(manifest: Manifest) -> None:
     for name, kind in _OTHERS.items():
         if type(getattr(manifest, name)) is not kind:
             raise KeyError(name)
-    numbers = [(shard.bytes, shard.samples) for shard in manifest.shards]
-    for number in (manifest.generation, *chain.from_iterable(numbers)):
+    shards = manifest.shards
+    numbers = [shard.bytes for shard in shards] + [shard.samples for shard in shards]
+    for number in (*numbers, manifest.generation):
         if type(number) is not int or not 0 <= number < 2**48:
             raise KeyError(f"a number ({number!r:.80})")
-    checksums = (*(shard.sha256 for shard in manifest.shards), *manifest.files.values())
-    for text in (*manifest.classes, *checksums):
+    for text in (*manifest.classes, *manifest.files.values(), *(shard.sha256 for shard in shards)):
         if type(text) is not str:
             raise KeyError(f"a text ({text!r:.80})")
-    for file in (*(shard.name for shard in manifest.shards), *manifest.files):
+    for file in (*manifest.files, *(shard.name for shard in shards)):
         if type(file) is not str or not _PATH.fullmatch(file):
             raise KeyError(f"the name of a file ({file!r:.80}), expected one in this folder,")
-    index = (NAMES, *(f"{column}.npy" for column in COLUMNS))
-    if missing := {REPORT, *(f"{manifest.index}/{name}" for name in index)} - manifest.files.keys():
+    index = (f"{manifest.index}/{name}" for name in INDEX_FILES)
+    if missing := {REPORT, *index} - manifest.files.keys():
         raise KeyError(f"the checksum of {min(missing)}")
 
 
@@ -252,9 +253,7 @@ def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
         try:
             size = path.stat().st_size
         except OSError as error:
-            gone = isinstance(error, FileNotFoundError)
-            what = "is missing" if gone else f"cannot be read: {error.strerror}"
-            problems.append(f"{path} {what}")
+            problems.append(f"{path} cannot be read: {error.strerror}")
             continue
         if size != shard.bytes:
             what = "cut short" if size < shard.bytes else "longer than packed"
@@ -271,6 +270,9 @@ COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "name_ends": (np.dtype("<i8"), 1),
     "stamps": (np.dtype("<u8"), 1),
 }
+
+
+INDEX_FILES = (NAMES, *(f"{column}.npy" for column in COLUMNS))
 
 
 def _map_array(path: Path) -> npt.NDArray[Any]:
@@ -311,9 +313,8 @@ class ShardIndex:
 
     def check_all(self) -> None:
         """Raises `ShardError`: a file of the index is not as it was written."""
-        for name in self._manifest.files:
-            if name.startswith(f"{self._manifest.index}/"):
-                self._check(Path(name).name)
+        for name in INDEX_FILES:
+            self._check(name)
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One array, mapped read-only.
@@ -330,10 +331,6 @@ class ShardIndex:
                 "pack the images again."
             )
         return values
-
-    @property
-    def stamps(self) -> npt.NDArray[np.uint64]:
-        return self.column("stamps")
 
     @cached_property
     def names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -366,12 +363,8 @@ class ShardIndex:
     def __len__(self) -> int:
         return self._samples
 
-    def position(self, i: SupportsIndex) -> int:
-        """``i`` counted from 0, where it may count from the end as in a list."""
-        return range(self._samples)[i]
-
     def place(self, i: SupportsIndex) -> ByteRange:
-        i = self.position(i)
+        i = range(self._samples)[i]
         block, size, crc32 = self._places[i].tolist()
         shard = bisect_right(self._starts, i) - 1
         end = self._manifest.shards[shard].bytes
@@ -385,58 +378,41 @@ class ShardIndex:
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""
-        i = self.position(i)
+        i = range(self._samples)[i]
         names, ends = self.names
         start = int(ends[i - 1]) + 1 if i else 0
         return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")
 
 
-_MOST_OPEN = 8192
-_LOOK_AFTER = "Look after the disk or the network file system, then start the job again."
-
-
-class _OpenFile:
+class _OpenFile(FileIO):
     """A file that closes when the last thread that uses it lets go."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-        self.descriptor = self._file.fileno()
+        super().__init__(path)
         if hasattr(os, "posix_fadvise"):  # Linux; without it each small read would fetch 128 KiB
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
+        self.close()
 
 
 class ShardFiles:
     """Reads bytes of shards. Files open when they are first needed and share no position, so
     threads need no lock.
 
-    A data set keeps ``max_open`` files open, by default an eighth of the process's limit.
+    A data set keeps as many files open as an eighth of the process's limit.
     """
 
-    def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:
+    def __init__(self, root: Path, shards: Sequence[Shard]) -> None:
         self._root = root
         self._shards = shards
 
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _MOST_OPEN if limit == resource.RLIM_INFINITY else limit // 8
-
-        @lru_cache(max_open or max(1, most))
+        # It does not refer to `self`, so that the files close with it.
+        @lru_cache(max(1, most_open_files() // 8))
         def opened(shard: int) -> _OpenFile:
             return _OpenFile(root / shards[shard].name)
 
         self._file = opened
-
-    def _opened(self, shard: int) -> _OpenFile:
-        try:
-            return self._file(shard)
-        except OSError as error:
-            raise ShardLostError(
-                f"{self.path(shard)} cannot be opened: {error.strerror}. Restore the file. "
-                f"{_LOOK_AFTER}"
-            ) from error
 
     def read(self, place: ByteRange) -> bytes:
         """The bytes at ``place``, in one system call, without the GIL. Their CRC-32 is the caller's
@@ -445,12 +421,13 @@ class ShardFiles:
         Raises `ShardLostError`: the file is gone, ends before, or the disk fails.
         """
         try:
-            file = self._opened(place.shard)  # held: another thread may push it out meanwhile
-            data = os.pread(file.descriptor, place.size, place.offset)
+            file = self._file(place.shard)  # held: another thread may push it out meanwhile
+            data = os.pread(file.fileno(), place.size, place.offset)
         except OSError as error:
             raise ShardLostError(
                 f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} "
-                f"bytes: {error.strerror}. {_LOOK_AFTER}"
+                f"bytes: {error.strerror}. Restore the file. Look after the disk or the network "
+                "file system, then start the job again."
             ) from error
         if len(data) != place.size:
             shard = self._shards[place.shard]
@@ -463,10 +440,12 @@ class ShardFiles:
 
     def will_need(self, places: Sequence[ByteRange]) -> None:
         """Tell the kernel to start reading ``places``, all at once; returns before it has."""
-        if hasattr(os, "posix_fadvise"):
-            for place in places:
-                file = self._opened(place.shard)
-                os.posix_fadvise(file.descriptor, place.offset, place.size, os.POSIX_FADV_WILLNEED)
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for place in places:
+            with suppress(OSError):  # `read` raises it
+                file = self._file(place.shard)
+                os.posix_fadvise(file.fileno(), place.offset, place.size, os.POSIX_FADV_WILLNEED)
 
     def path(self, shard: int) -> Path:
         return self._root / self._shards[shard].name
@@ -475,62 +454,32 @@ class ShardFiles:
 def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> list[str]:
     """A line for every problem; none if all is as it was packed. Every byte of every file is read.
 
-    Lengths and checksums of all files; of a shard that differs, the images that do, with their
-    offsets. Raises `ShardError`: there is no manifest to compare with, or that of a generation
-    cannot be read.
+    Raises `ShardError`: there is no manifest to compare with, or that of a generation cannot be
+    read.
 
     Args:
         progress: Called with the bytes of shards that are read, and those of all.
     """
     manifests = [read_manifest(root, number) for number in generations(root)]
-    newest = manifests[-1]  # has the shards of all others
-    problems = check_lengths(root, newest.shards)
-    names = {shard.name for shard in newest.shards}
+    shards = manifests[-1].shards  # those of all others too
+    problems = check_lengths(root, shards)
+    names = {shard.name for shard in shards}
     problems += [
         f"{path} is not in the manifest; a reader of *.tar reads it too"
         for path in sorted(root.glob("*.tar"))
         if path.name not in names
     ]
     files = {name: sha256 for manifest in manifests for name, sha256 in manifest.files.items()}
-    wrong = {name: damage(root / name, sha256) for name, sha256 in files.items()}
-    problems += filter(None, wrong.values())
-    # a damaged index would blame images that are whole
-    is_whole = not any(wrong[name] for name in wrong if name.startswith(newest.index))
-    index = ShardIndex(root, newest) if is_whole else None
+    problems += filter(None, (damage(root / name, sha256) for name, sha256 in files.items()))
 
-    def look(shard: Shard) -> list[str]:
+    def look(shard: Shard) -> str:
         path = root / shard.name
-        if not path.exists() or not (problem := damage(path, shard.sha256)):
-            return []
-        try:
-            images = () if index is None else _damaged_images(path, newest, shard, index)
-            return [*images, problem]
-        except OSError:  # a bad sector must not hide what is wrong elsewhere
-            return [problem]
+        return damage(path, shard.sha256) if path.exists() else ""
 
-    done, total = 0, sum(shard.bytes for shard in newest.shards)
+    done, total = 0, sum(shard.bytes for shard in shards)
     with ThreadPoolExecutor(workers) as pool:
-        for shard, damaged in zip(newest.shards, pool.map(look, newest.shards), strict=True):
-            problems += damaged
+        for shard, problem in zip(shards, pool.map(look, shards), strict=True):
+            problems += filter(None, [problem])
             done += shard.bytes
             progress(done, total)
     return problems
-
-
-def _damaged_images(
-    path: Path, manifest: Manifest, shard: Shard, index: ShardIndex
-) -> Iterator[str]:
-    first = sum(before.samples for before in manifest.shards[: manifest.shards.index(shard)])
-    with open(path, "rb") as file:
-        for i in range(first, first + shard.samples):
-            _, offset, size, crc32 = index.place(i)
-            file.seek(offset)
-            data = file.read(size)
-            if len(data) < size:
-                yield f"{path}, offset {offset}, {size} bytes, image {i}: cut short"
-                return  # the file has ended, and so would every image after this one
-            if zlib.crc32(data) != crc32:
-                yield (
-                    f"{path}, offset {offset}, {size} bytes, image {i}: its bytes are not those "
-                    "that were packed (CRC-32)"
-                )

@@ -6,23 +6,15 @@ from typing import Any
 
 from torch import nn
 
-NORMALIZATION = (
-    # batch and instance normalization, lazy and synchronized ones too
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
-
 
 def exclude_bias_and_norm(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Groups in which biases and normalization layers neither decay nor adapt.
 
     The first group decays by ``weight_decay``; the second has ``weight_decay=0`` and
     ``adapt=False`` (MLPerf's skip list for LARS). A bias is a parameter named ``bias`` or
-    ``..._bias``; a normalization layer is one of torch's, or a module whose class has "norm" in its
-    name. Parameters come with their names, frozen ones too; a group without parameters is left out.
+    ``..._bias``; a normalization layer is a module whose class, or one that it derives from, has
+    "norm" in its name. Parameters come with their names, frozen ones too; a group without
+    parameters is left out.
 
     Raises:
         ValueError: ``module`` has no parameters.
@@ -31,7 +23,7 @@ def exclude_bias_and_norm(module: nn.Module, weight_decay: float) -> list[dict[s
     excluded: list[tuple[str, nn.Parameter]] = []
     seen: set[nn.Parameter] = set()
     for module_name, part in module.named_modules():
-        is_norm = isinstance(part, NORMALIZATION) or "norm" in type(part).__name__.lower()
+        is_norm = any("norm" in kind.__name__.lower() for kind in type(part).__mro__)
         # Only the leaf of a norm-like class: a container called "NormedBlock" must not exclude its
         # own convolutions.
         for name, param in part.named_parameters(recurse=False):

@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 from lightning_ring.optim.engine.options import RunOptions, require, require_number
 from lightning_ring.optim.engine.rule import Scalars, Tensors, add_
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
-from lightning_ring.optim.engine.update import NormAllReduce
 
 
 class LARS(TrustRatioOptimizer):
@@ -37,12 +36,11 @@ class LARS(TrustRatioOptimizer):
         eps: At least 0, added to the ratio's denominator.
         momentum_form: ``"paper"`` keeps the learning rate inside ``v`` (above). ``"torch"`` keeps
             it outside, as `torch.optim.SGD` does: ``v = momentum * v + r * (g + wd * w); w -= lr *
-            v``. They agree while ``lr`` is constant; under a schedule,
-            `lightning_ring.schedules.WarmupLR` can correct for the difference.
+            v``. They agree while ``lr`` is constant; while it changes, ``"torch"`` takes the steps
+            that Goyal et al. 2017 ask of momentum correction (arXiv:1706.02677, remark 3).
         maximize: Step up the gradient instead of down.
         adapt: False for plain SGD: no trust ratio.
-        foreach, fused, capturable, skip_nonfinite, master_weights, norm_all_reduce: See
-            `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -74,8 +72,6 @@ class LARS(TrustRatioOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
-        master_weights: bool = False,
-        norm_all_reduce: NormAllReduce | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -88,13 +84,13 @@ class LARS(TrustRatioOptimizer):
             "maximize": maximize,
             "adapt": adapt,
         }
-        options = RunOptions(foreach, fused, capturable, skip_nonfinite, master_weights)
-        super().__init__(params, defaults, options, norm_all_reduce)
+        options = RunOptions(foreach, fused, capturable, skip_nonfinite)
+        super().__init__(params, defaults, options)
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
         require_number("lr", group["lr"], low=0)
-        require_number("momentum", group["momentum"], low=0)
+        require_number("momentum", group["momentum"], low=0, below=1)
         require_number("weight_decay", group["weight_decay"], low=0)
         require_number("trust_coefficient", group["trust_coefficient"], above=0)
         require_number("eps", group["eps"], low=0)
@@ -104,10 +100,6 @@ class LARS(TrustRatioOptimizer):
             not group["nesterov"] or group["momentum"] > 0,
             "nesterov=True with momentum=0: Nesterov's step needs a momentum above 0",
         )
-
-    def check_new_group(self, group: dict[str, Any]) -> None:
-        # momentum correction raises it above 1 while the learning rate rises, as in `WarmupLR`
-        require_number("momentum", group["momentum"], low=0, below=1)
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         found = super().hyperparameters(group)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing.image import PackSettings
-from lightning_ring.data.shards import ShardFiles, ShardIndex, read_manifest
+from lightning_ring.data.shards import ShardIndex, read_manifest
 from lightning_ring.errors import ShardError
 from tests.data.packing.packed import pack
 from tests.data.photos import encode, image_folder, photo
@@ -152,10 +152,10 @@ def test_the_index_is_mapped_and_takes_24_bytes_an_image(packed):
 
 
 @pytest.mark.parametrize("max_open", [1, 2, None])
-def test_threads_share_the_files(packed, max_open):
-    dataset = ShardDataset(packed)
+def test_threads_share_the_files(packed, max_open, monkeypatch):
     if max_open:
-        dataset._files = ShardFiles(packed, read_manifest(packed).shards, max_open)
+        monkeypatch.setattr(f"{ShardIndex.__module__}.most_open_files", lambda: 8 * max_open)
+    dataset = ShardDataset(packed)
     expected = [dataset.read(i) for i in range(len(dataset))]
     order = random.Random(0).choices(range(len(dataset)), k=4000)
     with ThreadPoolExecutor(8) as pool:

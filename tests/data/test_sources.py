@@ -28,6 +28,7 @@ from lightning_ring.data import (
     ShuffledSampler,
     image_loader,
 )
+from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.errors import ConfigurationError, SampleError, ShardLostError
 from tests.data.packing.packed import pack
@@ -269,8 +270,8 @@ class Given:
 
 
 def test_images_of_every_kind_are_the_same(folder):
-    tensor = folder[0][0]
-    array = tensor.permute(1, 2, 0).numpy()
+    array = decode_rgb(folder.read(0))
+    tensor = torch.from_numpy(array).permute(2, 0, 1)
     photos = MapStyleImages(Given(folder.read(0), tensor, array, Image.fromarray(array)))
     in_order = ShuffledSampler(4, shuffle=False)
     crop = CenterCrop(16, resize=20, exact=True)
@@ -294,7 +295,7 @@ def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder):
     ]:
         with pytest.raises(SampleError, match=message):
             list(loader(MapStyleImages(Given(image)), "shuffled"))
-    half = MapStyleImages(Given(folder[0][0], KeyError("there"), folder[0][0]))
+    half = MapStyleImages(Given(folder.read(0), KeyError("there"), folder.read(0)))
     skipping = image_loader(half, ShuffledSampler(3), 3, crop=CROP, transform=None, on_error="skip")
     assert [len(images) for images, _ in skipping] == [3]
     assert list(skipping.maker.skipped) == [1]

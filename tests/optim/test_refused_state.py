@@ -32,8 +32,7 @@ def test_the_state_of_another_optimizer_is_refused(cls, group):
 
 @pytest.mark.parametrize(
     ("cls", "name", "value"),
-    [bad for bad in OUT_OF_RANGE if bad[1:] != ("momentum", 1.0) and bad[1] != "max_grad_norm"]
-    + [(LAMB, "trust_clip", False)],
+    [bad for bad in OUT_OF_RANGE if bad[1] != "max_grad_norm"],
 )
 def test_arguments_out_of_range_in_a_state_dict_or_a_pickle(cls, name, value):
     optimizer = cls(random_params())
@@ -45,14 +44,6 @@ def test_arguments_out_of_range_in_a_state_dict_or_a_pickle(cls, name, value):
     pickled = pickle.dumps(optimizer)
     with pytest.raises(ValueError, match=rf"{name}.*expected"):
         pickle.loads(pickled)
-
-
-def test_a_momentum_above_1_loads_because_momentum_correction_sets_it():
-    optimizer = LARS(random_params(), lr=0.1)
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["momentum"] = 1.35
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["momentum"] == 1.35
 
 
 @every_optimizer

@@ -8,6 +8,7 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 from torch.nn.functional import normalize
 from torchmetrics.retrieval import RetrievalHitRate
 
+from lightning_ring import retrieval
 from lightning_ring.retrieval import gather_rows, retrieval_metrics, search
 from tests.thread_ranks import run_ranks
 
@@ -30,7 +31,6 @@ def measured(num_ranks, parts, galleries=None, **arguments):
             *parts[comm.rank],
             gallery=galleries and galleries[comm.rank],
             rank=comm.rank,
-            world_size=num_ranks,
             all_gather=comm.all_gather,
             **arguments,
         )
@@ -41,9 +41,10 @@ def measured(num_ranks, parts, galleries=None, **arguments):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
-def test_rates_equal_those_of_two_other_libraries(chunk):
+def test_rates_equal_those_of_two_other_libraries(chunk, monkeypatch):
+    monkeypatch.setattr(retrieval, "CHUNK", chunk)
     embeddings, labels, indices = items()
-    metrics = retrieval_metrics(embeddings, labels, indices, ks=(1, 4, 50), chunk=chunk)
+    metrics = retrieval_metrics(embeddings, labels, indices, ks=(1, 4, 50))
 
     unit = normalize(embeddings)
     similarity = (unit @ unit.T).fill_diagonal_(-2)
@@ -68,7 +69,9 @@ def test_rates_equal_those_of_two_other_libraries(chunk):
 
 @pytest.mark.parametrize("block", [5, 8192])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_gallery_apart_is_spread_over_the_ranks_too(num_ranks, block):
+def test_a_gallery_apart_is_spread_over_the_ranks_too(num_ranks, block, monkeypatch):
+    monkeypatch.setattr(retrieval, "CHUNK", 7)
+    monkeypatch.setattr(retrieval, "BLOCK", block)
     embeddings, labels, indices = items(120)
     # queries 30 to 49 are in it, and do not find themselves
     gallery = (embeddings[30:], labels[30:], indices[30:])
@@ -101,20 +104,23 @@ def test_a_gallery_apart_is_spread_over_the_ranks_too(num_ranks, block):
         return [tuple(column[r::num_ranks] for column in columns) for r in range(num_ranks)]
 
     asked = parts((embeddings[:50], labels[:50], indices[:50]))
-    spread = measured(num_ranks, asked, parts(gallery), ks=(1, 5, 200), chunk=7, block=block)
+    spread = measured(num_ranks, asked, parts(gallery), ks=(1, 5, 200))
     assert spread.as_dict() == pytest.approx(alone.as_dict())
     assert spread.num_queries == alone.num_queries
 
 
-def test_a_rank_without_queries_or_without_gallery_takes_part():
+def test_a_rank_without_queries_or_without_gallery_takes_part(monkeypatch):
+    monkeypatch.setattr(retrieval, "BLOCK", 16)
     embeddings, labels, indices = items(40)
     alone = retrieval_metrics(embeddings, labels, indices)
     parts = [slice(0, 0), slice(0, 40), slice(0, 0)]
-    assert measured(3, [(embeddings[p], labels[p], indices[p]) for p in parts], block=16) == alone
+    assert measured(3, [(embeddings[p], labels[p], indices[p]) for p in parts]) == alone
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_search_finds_what_a_whole_matrix_holds_and_gathers_blocks_alone(num_ranks):
+def test_search_finds_what_a_whole_matrix_holds_and_gathers_blocks_alone(num_ranks, monkeypatch):
+    monkeypatch.setattr(retrieval, "CHUNK", 9)
+    monkeypatch.setattr(retrieval, "BLOCK", 20)
     unit = normalize(items(100)[0])
     whole = (unit @ unit.T).fill_diagonal_(-torch.inf)
     shares = (
@@ -135,8 +141,6 @@ def test_search_finds_what_a_whole_matrix_holds_and_gathers_blocks_alone(num_ran
             unit[mine],
             12,
             exclude=mine,
-            chunk=9,
-            block=20,
             all_gather=all_gather if num_ranks > 1 else None,
         )
         assert max(gathered, default=0) <= 20
@@ -174,7 +178,7 @@ def test_ranks_with_uneven_parts_and_padding_agree_with_one_process(num_ranks):
     parts = [torch.arange(rank, 101, num_ranks) for rank in range(num_ranks)]
     parts[-1] = torch.cat([parts[-1], parts[0][:5]])  # as a sampler pads
     spread = measured(
-        num_ranks, [(embeddings[part], labels[part], indices[part]) for part in parts], chunk=8
+        num_ranks, [(embeddings[part], labels[part], indices[part]) for part in parts]
     )
     assert spread.num_duplicates == 5
     assert spread.num_queries == alone.num_queries
@@ -215,7 +219,6 @@ def test_rows_of_any_shape_are_gathered():
         ({"indices": torch.zeros(2, 2)}, r"expects embeddings \(n, d\)"),
         ({"ks": ()}, "at least 1"),
         ({"ks": (0,)}, "at least 1"),
-        ({"world_size": 2}, "needs all_gather"),
         ({"embeddings": torch.full((5, 2), torch.nan)}, "NaN or infinite"),
         ({"labels": torch.arange(5)}, "no two share a class"),
         (

@@ -19,5 +19,5 @@ def test_square_root_rule():
     "arguments", [(0, 256, 256), (0.1, 0, 256), (0.1, 256, -1), (float("nan"), 256, 256)]
 )
 def test_what_is_not_positive_is_refused(rule, arguments):
-    with pytest.raises(ValueError, match="expected a positive number"):
+    with pytest.raises(ValueError, match="expected a finite number > 0"):
         rule(*arguments)

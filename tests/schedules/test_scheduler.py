@@ -6,13 +6,11 @@ from lightning import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ring.optim import LAMB, LARS
+from lightning_ring.optim import LARS
 from lightning_ring.schedules import WarmupLR, warmup_cosine, warmup_multistep, warmup_poly
 from tests.optim.ways import (
     assert_equal,
-    assert_near,
     random_params,
-    relative_difference,
     set_random_grads,
 )
 from tests.trainers import quiet_trainer
@@ -20,11 +18,10 @@ from tests.trainers import quiet_trainer
 SCHEDULE = warmup_poly(total=20, warmup=5, start_factor=0.1)
 
 
-def make_run(make_optimizer=None, **kwargs):
+def make_run():
     params = random_params()
-    groups = [{"params": params[:4], "lr": 0.3}, {"params": params[4:]}]
-    optimizer = (make_optimizer or (lambda g: LARS(g, lr=0.5)))(groups)
-    return params, optimizer, WarmupLR(optimizer, SCHEDULE, **kwargs)
+    optimizer = LARS([{"params": params[:4], "lr": 0.3}, {"params": params[4:]}], lr=0.5)
+    return params, optimizer, WarmupLR(optimizer, SCHEDULE)
 
 
 def go(params, optimizer, scheduler, first, last):
@@ -45,10 +42,8 @@ def test_learning_rate_of_every_group_follows_the_schedule():
         go(params, optimizer, scheduler, step, step + 1)
 
 
-@pytest.mark.parametrize("momentum_correction", [None, "torch"])
-def test_resumes_exactly(momentum_correction):
-    kwargs = {"momentum_correction": momentum_correction}
-    params, optimizer, scheduler = make_run(**kwargs)
+def test_resumes_exactly():
+    params, optimizer, scheduler = make_run()
     go(params, optimizer, scheduler, 0, 3)
     file = io.BytesIO()
     torch.save(
@@ -63,7 +58,7 @@ def test_resumes_exactly(momentum_correction):
 
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    others, other_optimizer, other_scheduler = make_run(**kwargs)
+    others, other_optimizer, other_scheduler = make_run()
     other_optimizer.load_state_dict(saved["o"])
     other_scheduler.load_state_dict(saved["s"])
     with torch.no_grad():
@@ -71,42 +66,6 @@ def test_resumes_exactly(momentum_correction):
             param.copy_(value)
     go(others, other_optimizer, other_scheduler, 3, 15)
     assert_equal(params, others)
-
-
-FORMS = {
-    "LARS": lambda form: lambda groups: LARS(groups, lr=0.5, momentum_form=form, weight_decay=0.01),
-    "SGD": lambda form: (
-        lambda groups: (
-            torch.optim.SGD(groups, lr=0.01, momentum=0.9)
-            if form == "torch"
-            else LARS(groups, lr=0.01, momentum=0.9, adapt=False)
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize("optimizer", FORMS)
-@pytest.mark.parametrize("wanted", ["paper", "torch"])
-def test_momentum_correction_gives_the_other_forms_trajectory(optimizer, wanted):
-    other = {"paper": "torch", "torch": "paper"}[wanted]
-    expected, *rest = make_run(FORMS[optimizer](wanted))
-    go(expected, *rest, 0, 15)
-    corrected, *rest = make_run(FORMS[optimizer](other), momentum_correction=wanted)
-    go(corrected, *rest, 0, 15)
-    uncorrected, *rest = make_run(FORMS[optimizer](other))
-    go(uncorrected, *rest, 0, 15)
-    assert_near(corrected, expected, 1e-12)
-    differences = map(relative_difference, uncorrected, expected)
-    assert max(differences) > 1e-6, "the forms agree without correction: the test shows nothing"
-
-
-def test_momentum_correction_where_it_cannot_hold():
-    with pytest.raises(ValueError, match="does not hold for nesterov"):
-        make_run(lambda groups: LARS(groups, lr=0.1, nesterov=True), momentum_correction="torch")
-    with pytest.raises(ValueError, match="LAMB has none"):
-        make_run(LAMB, momentum_correction="torch")
-    with pytest.raises(ValueError, match="expected 'paper', 'torch' or None"):
-        make_run(momentum_correction=True)
 
 
 def test_refuses_what_is_no_schedule():

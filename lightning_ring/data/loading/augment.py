@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, SampleError
 from lightning_ring.host.random_state import remember_random_state
 
 Transform = Callable[..., Any]
@@ -70,15 +70,6 @@ def _states() -> dict[str, Any]:
     }
 
 
-class TransformFailedError(Exception):
-    """A transform failed on the image number ``place`` of those that it was given."""
-
-    def __init__(self, place: int, reason: str) -> None:
-        super().__init__(place, reason)
-        self.place = place
-        self.reason = reason
-
-
 class SampleTransforms:
     """Changes images in place; what ``transform`` draws depends on each image's seed.
 
@@ -114,8 +105,8 @@ class SampleTransforms:
             for seed in range(_TRIALS):
                 noise = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
                 # if it fails on an image too, its error names that
-                with suppress(TransformFailedError):
-                    self.run([torch.from_numpy(noise).permute(2, 0, 1)], [seed])
+                with suppress(SampleError):
+                    self.run(torch.from_numpy(noise).permute(2, 0, 1), seed)
             used = [name for name, state in _states().items() if state != before[name]]
         finally:
             restore()
@@ -128,28 +119,25 @@ class SampleTransforms:
                 "torch's DataLoader, which has processes."
             )
 
-    def run(self, images: Sequence[Tensor], seeds: Sequence[int]) -> None:
-        """``images``: of one size, each 3 x height x width, uint8; ``seeds``: of each, below 2^32.
+    def run(self, image: Tensor, seed: int) -> None:
+        """``image``: 3 x height x width, uint8; ``seed``: below 2^32.
 
         Raises:
-            TransformFailedError: The transform raised an error, or made something else than such an
-                image.
+            SampleError: The transform raised an error, or made something else than such an image.
         """
         transform, draws = self._mine()
-        for place, (image, seed) in enumerate(zip(images, seeds, strict=True)):
-            try:
-                made = self._made(transform, draws, image, seed)
-            except Exception as error:
-                raise TransformFailedError(place, f"{self._name} raised {error!r}") from error
-            if made.shape != image.shape or made.dtype != image.dtype:
-                raise TransformFailedError(
-                    place,
-                    f"{self._name} made {_described(made)}, expected {_described(image)} as it "
-                    "got. `crop` sets the size; `transform`, which runs after it, makes floats and "
-                    "normalises.",
-                )
-            if made is not image:
-                image.copy_(made)
+        try:
+            made = self._made(transform, draws, image, seed)
+        except Exception as error:
+            raise SampleError(f"{self._name} raised {error!r}") from error
+        if made.shape != image.shape or made.dtype != image.dtype:
+            raise SampleError(
+                f"{self._name} made {_described(made)}, expected {_described(image)} as it got. "
+                "`crop` sets the size; `transform`, which runs after it, makes floats and "
+                "normalises.",
+            )
+        if made is not image:
+            image.copy_(made)
 
     def _mine(self) -> tuple[Any, OwnGenerator]:
         """This thread's transform and generator."""

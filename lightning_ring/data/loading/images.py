@@ -16,11 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from lightning_ring.data.decoding import MAX_PIXELS
 from lightning_ring.data.loading.augment import (
     SampleTransforms,
     Transform,
-    TransformFailedError,
     transform_batch,
 )
 from lightning_ring.data.loading.loader import Loader, LoaderOptions, LoaderTimes, Samples
@@ -137,7 +135,6 @@ class ImageBatches:
         sample_transform: Run on each cropped image.
         batch_transform: ``(images, labels) -> (images, labels)``, run on the device after
             ``transform``.
-        max_pixels: An image whose header says more is damaged.
 
     Attributes:
         skipped: The images that were skipped, by index, with the reasons.
@@ -153,7 +150,6 @@ class ImageBatches:
         on_error: OnError = "raise",
         sample_transform: Transform | None = None,
         batch_transform: Transform | None = None,
-        max_pixels: int = MAX_PIXELS,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ConfigurationError(f"on_error={on_error!r}: expected 'raise' or 'skip'.")
@@ -163,7 +159,6 @@ class ImageBatches:
                 "step, on the device."
             )
         self.on_error = on_error
-        self.max_pixels = max_pixels
         self.skipped: dict[int, str] = {}
         self._lock = threading.Lock()
         self.source = source
@@ -210,15 +205,17 @@ class ImageBatches:
                 except (SampleError, ShardError, OSError) as error:
                     room.indices[place] = self._replace(room, place, index, error)
                     skipped += 1
-            if self.sample_transforms is not None:
-                part = slice(offset, offset + len(indices))
-                try:
-                    self.sample_transforms.run(list(room.memory[part]), room.seeds[part])
-                except TransformFailedError as error:
-                    index = int(room.indices[offset + error.place])
-                    raise SampleError(f"{self.source.where(index)}: {error.reason}") from error
+                if self.sample_transforms is not None:
+                    self._transform(self.sample_transforms, room, place)
         transforming = perf_counter() - read
         return LoaderTimes(skipped=skipped, reading=read - began, transforming=transforming)
+
+    def _transform(self, transforms: SampleTransforms, room: _Room, place: int) -> None:
+        try:
+            transforms.run(room.memory[place], room.seeds[place])
+        except SampleError as error:
+            where = self.source.where(int(room.indices[place]))
+            raise SampleError(f"{where}: {error}") from error
 
     def _read(self, indices: list[int]) -> list[Data | Exception]:
         """Encoded images; where they may be skipped, the error of each that cannot be read."""
@@ -238,7 +235,7 @@ class ImageBatches:
             raise data
         try:
             out = room.memory[place : place + 1]
-            decode_into(out, data, self.crop, room.numbers[place], self.max_pixels)
+            decode_into(out, data, self.crop, room.numbers[place])
         except (ValueError, OSError, MemoryError) as error:
             raise SampleError(
                 f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or "
@@ -355,14 +352,13 @@ def image_loader(
     device: torch.device | str = "cpu",
     with_indices: bool = False,
     on_error: OnError = "raise",
-    max_pixels: int = MAX_PIXELS,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
     """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, `LanceImages`, or another
     `ImageSource`.
 
     Args:
-        source, crop, transform, device, with_indices, on_error, max_pixels: See `ImageBatches`.
+        source, crop, transform, device, with_indices, on_error: See `ImageBatches`.
         sample_transform: Run on each image before ``transform``: uint8, 3 x height x width, to the
             same. A transform of torchvision's v2, of Albumentations, or any function of a tensor.
             What it draws depends on seed, epoch and position alone.
@@ -374,8 +370,6 @@ def image_loader(
         options: ``drop_last``, ``num_threads``, ``ranks_per_node``, ``prefetch``: see `Loader`.
     """
     transforms = (sample_transform, batch_transform)
-    maker = ImageBatches(
-        source, crop, transform, device, with_indices, on_error, *transforms, max_pixels
-    )
+    maker = ImageBatches(source, crop, transform, device, with_indices, on_error, *transforms)
     images = getattr(source, "fingerprint", None)
     return Loader(maker, sampler, batch_size, images=images, **options)

@@ -258,20 +258,15 @@ class Loader:
         """The sampler's blocks as batches."""
         sampler, size = self.sampler, self.batch_size
         seed, epoch = sampler.seed, sampler.epoch
-        positions = indices = np.empty(0, dtype=np.int64)
-        for more_positions, more_indices in sampler.blocks():
-            positions, indices = (
-                np.concatenate([positions, more_positions]),
-                np.concatenate([indices, more_indices]),
-            )
-            whole = len(indices) // size * size
+        left = np.empty((2, 0), dtype=np.int64)  # positions, and indices
+        for block in sampler.blocks():
+            left = np.concatenate([left, np.stack(block)], axis=1)
+            whole = left.shape[1] // size * size
             for start in range(0, whole, size):
-                yield Samples(
-                    seed, epoch, positions[start : start + size], indices[start : start + size]
-                )
-            positions, indices = positions[whole:], indices[whole:]
-        if len(indices) and not self.drop_last:
-            yield Samples(seed, epoch, positions, indices)
+                yield Samples(seed, epoch, *left[:, start : start + size])
+            left = left[:, whole:]
+        if left.size and not self.drop_last:
+            yield Samples(seed, epoch, *left)
 
     def _start(self, filling: tuple[Any, list[Future[LoaderTimes]], int]) -> tuple[Any, int]:
         room, futures, num = filling

@@ -46,8 +46,7 @@ class Crop(Protocol):
     [0, 1).
 
     Unless it is ``exact``, a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size: at the fraction
-    that still has twice the pixels of ``size`` on both sides, and of which the part covers whole
-    pixels. `aligned` makes it so.
+    that still has twice the pixels of ``size`` on both sides (`part_of`).
     """
 
     @property
@@ -59,27 +58,23 @@ class Crop(Protocol):
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box: ...
 
 
-def reduction(box: Box, size: Size) -> int:
-    """The power of two, at most 8, by which an image may be decoded smaller where ``box``
-    becomes ``size`` pixels.
+def part_of(crop: Crop, height: int, width: int, uniforms: Sequence[float]) -> tuple[Box, int]:
+    """The part of an image that ``crop`` chooses, and the power of two, at most 8, by which a JPEG
+    may be decoded smaller; the part is then without the few pixels at its sides that are no whole
+    ones.
     """
-    factor, (height, width) = 1, height_and_width(size)
+    box = crop.box(height, width, uniforms)
+    if crop.exact:
+        return box, 1
+    factor, (rows, columns) = 1, height_and_width(crop.size)
     while (
         factor < _MAX_REDUCTION
-        and box.height >= 2 * factor * height
-        and box.width >= 2 * factor * width
+        and box.height >= 2 * factor * rows
+        and box.width >= 2 * factor * columns
     ):
         factor *= 2
-    return factor
-
-
-def aligned(box: Box, size: Size) -> Box:
-    """``box`` without the few pixels at its sides that are no whole ones of the image that is
-    decoded smaller.
-    """
-    factor = reduction(box, size)
     top, left, height, width = (value // factor * factor for value in box[:4])
-    return Box(top, left, height, width, box.flip)
+    return Box(top, left, height, width, box.flip), factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +106,6 @@ class RandomResizedCrop:
         """Inception-style cropping (Szegedy et al. 2014): ten tries, then the largest centred
         part within ``ratio``.
         """
-        box = self._box(height, width, uniforms)
-        return box if self.exact else aligned(box, self.size)
-
-    def _box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         flip = uniforms[2] < self.flip
         smallest, largest = self.scale
         low, high = map(math.log, self.ratio)
@@ -157,8 +148,7 @@ class CenterCrop:
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         shorter = min(height, width)
         h, w = (max(1, round(shorter * side / self.resize)) for side in height_and_width(self.size))
-        box = Box((height - h) // 2, (width - w) // 2, h, w, False)
-        return box if self.exact else aligned(box, self.size)
+        return Box((height - h) // 2, (width - w) // 2, h, w, False)
 
 
 _TRIES = 10
@@ -222,8 +212,6 @@ class DeviceTransform(nn.Module):
         With ``out`` (the shape of ``images``, channels last, of this `dtype`) it is written there.
         """
         rows = images.permute(0, 2, 3, 1)
-        if self.is_random:
-            assert uniforms is not None
         if out is None:
             out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device).permute(0, 3, 1, 2)
         done = out.permute(0, 2, 3, 1)
@@ -236,7 +224,8 @@ class DeviceTransform(nn.Module):
 
     def _transform(self, rows: Tensor, uniforms: Tensor | None, done: Tensor) -> None:
         rows = rows.to(self.dtype)
-        if self.is_random and uniforms is not None:
+        if self.is_random:
+            assert uniforms is not None
             rows = self._jitter(rows, uniforms.to(self.dtype))
         # Whole rows at a time: along three channels a CPU would not use its vector units.
         width = rows.shape[2]
@@ -299,7 +288,6 @@ def decode_into(
     data: bytes | npt.NDArray[np.uint8],
     crop: Crop,
     uniforms: Sequence[float],
-    max_pixels: int = MAX_PIXELS,
 ) -> None:
     """Decode the image ``data``, and resize the part that ``crop`` chooses into ``out``.
 
@@ -313,9 +301,9 @@ def decode_into(
         data: Encoded, or its pixels: height x width x 3.
 
     Raises:
-        ValueError, OSError: The image cannot be decoded, or has more than ``max_pixels``.
+        ValueError, OSError: The image cannot be decoded, or has more than `MAX_PIXELS`.
     """
-    image, (top, left, height, width, flip) = _decode(data, crop, uniforms, max_pixels)
+    image, (top, left, height, width, flip) = _decode(data, crop, uniforms)
     part = image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2)
     pixels = torch.from_numpy(part)
     if flip:
@@ -325,17 +313,14 @@ def decode_into(
 
 
 def _decode(
-    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float], max_pixels: int
+    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
 ) -> tuple[npt.NDArray[np.uint8], Box]:
     if isinstance(data, bytes) and data[:2] == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            if height * width > max_pixels:
+            if height * width > MAX_PIXELS:
                 raise ValueError("decode_rgb says so")
-            box = crop.box(height, width, uniforms)
-            factor = 1 if crop.exact else reduction(box, crop.size)
-            while any(value % factor for value in box[:4]):  # no whole pixels
-                factor //= 2
+            box, factor = part_of(crop, height, width, uniforms)
             image = simplejpeg.decode_jpeg(
                 data,
                 min_height=-(-height // factor) if factor > 1 else 0,
@@ -347,5 +332,5 @@ def _decode(
             return image, Box(top, left, height, width, box.flip)
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
-    image = data if isinstance(data, np.ndarray) else decode_rgb(data, max_pixels)
-    return image, crop.box(image.shape[0], image.shape[1], uniforms)
+    image = data if isinstance(data, np.ndarray) else decode_rgb(data)
+    return image, part_of(crop, image.shape[0], image.shape[1], uniforms)[0]

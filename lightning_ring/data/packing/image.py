@@ -123,26 +123,23 @@ def _prepare(data: bytes, settings: PackSettings) -> PackedImage:
     notes = _notes(image)
     extension = _EXTENSIONS.get(image.format, "")
     as_it_is = small and turn is None and not notes and image.mode in _AS_IT_IS.get(extension, ())
+    decoded = image
     if extension == "jpg" and image.mode in ("L", "RGB"):
         try:
             decoded = _decode_jpeg(data, image.mode, small, size)
         except ValueError as damage:
-            decoded = image
-            decoded.load()  # raises where Pillow cannot read it either
             notes.append(f"damaged JPEG, as Pillow reads it ({damage})")
             as_it_is = False
-    else:
-        decoded = image
-        decoded.load()
+    if decoded is image:
+        image.load()  # raises where Pillow cannot read it either
     if as_it_is:
         return PackedImage(data, extension, "copied", lies=lies)
     if not extension:
         notes.append(f"{image.format} to JPEG")
     pixels = _eight_bits(decoded, notes)
     if not small:
-        pixels = pixels.resize(
-            _shrunk_size(image.size, size), Image.Resampling.BICUBIC, reducing_gap=2.0
-        )
+        shrunk = tuple(max(size, round(side * size / min(image.size))) for side in image.size)
+        pixels = pixels.resize(shrunk, Image.Resampling.BICUBIC, reducing_gap=2.0)
     if turn is not None:
         pixels = pixels.transpose(turn)
     how = "converted" if notes else "shrunk" if not small else "turned"
@@ -188,13 +185,6 @@ def _eight_bits(image: Any, notes: list[str]) -> Any:
     mode = "L" if image.mode == "1" else "RGB"
     notes.append(f"{image.mode} to {mode}")
     return image.convert(mode)
-
-
-def _shrunk_size(size: tuple[int, int], shorter: int) -> tuple[int, int]:
-    width, height = size
-    if width <= height:
-        return shorter, max(shorter, round(height * shorter / width))
-    return max(shorter, round(width * shorter / height)), shorter
 
 
 def encode_jpeg(image: Any, quality: int) -> bytes:

@@ -1,9 +1,9 @@
 """A packing from beginning to end: list the sources, write shard after shard, write the index, then
 the manifest.
 
-While it runs, ``DST/.packing`` holds the list, a record of each finished shard, and the shard being
-written. A shard gets its name when it is whole and on the disk. Started again after whatever ended
-it, packing goes on after the last finished shard, and ends with the bytes that it would have
+While it runs, ``DST/.packing`` holds the command, a record of each finished shard, and the shard
+being written. A shard gets its name when it is whole and on the disk. Started again after whatever
+ended it, packing goes on after the last finished shard, and ends with the bytes that it would have
 written uninterrupted. If the source has changed meanwhile, nothing is written: the error says what
 has changed.
 
@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,12 +29,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from lightning_ring.data.packing.image import PackSettings, prepared_images
-from lightning_ring.data.packing.sources import (
-    ARRAYS,
-    Sources,
-    list_sources,
-    load_sources,
-)
+from lightning_ring.data.packing.sources import Sources, list_sources
 from lightning_ring.data.packing.writer import (
     PackJob,
     Progress,
@@ -94,7 +88,6 @@ def pack(
                 if not append:
                     return _packed_already(job, base)
                 job = replace(job, base=base)
-            _begin(job)
             return _pack(job, workers, progress)
     except OSError as error:
         raise ShardError(_disk_error(error, job.target)) from error
@@ -154,17 +147,6 @@ def _remove_left_over(job: PackJob, manifest: Manifest) -> None:
         shutil.rmtree(job.state)
 
 
-def _begin(job: PackJob) -> None:
-    settings = job.state / _SETTINGS
-    if settings.exists():
-        _refuse_other(json.loads(settings.read_bytes()), job, "half packed")
-        if (job.state / ARRAYS).exists():
-            return
-        shutil.rmtree(job.state)  # ended before its list was whole, or of another version
-    job.state.mkdir(exist_ok=True)
-    write_whole(settings, json.dumps({**job.identity, "generation": job.generation}).encode())
-
-
 def _packed_already(job: PackJob, manifest: Manifest) -> Manifest:
     """``manifest``, if it is what ``job`` would write."""
     if manifest.generation:
@@ -174,7 +156,7 @@ def _packed_already(job: PackJob, manifest: Manifest) -> Manifest:
             "another set."
         )
     _refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
-    _refuse_changed(manifest.identity, job, "packed already")
+    _refuse_changed(manifest.identity, _sources(job), job, "packed already")
     return manifest
 
 
@@ -188,18 +170,15 @@ def _refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
         raise ConfigurationError(
             f"{job.target} is {state} with another command: {'; '.join(changed)}. Give the same "
             "arguments, choose another folder, or remove "
-            f"{job.target if job.base is None else job.state}."
+            f"{job.state if job.generation else job.target}."
         )
 
 
-def _refuse_changed(identity: str, job: PackJob, state: str) -> None:
-    """List the source again; an error where it is not what was listed."""
-    with tempfile.TemporaryDirectory(prefix="lightning-ring-") as folder:
-        now = list_sources(job.source, Path(folder), True, job.classes, job.first_classes)
+def _refuse_changed(identity: str | None, now: Sources, job: PackJob, state: str) -> None:
     if now.identity == identity:
         return
     what_next = "To pack them as they are now, choose another folder, or remove this one."
-    if job.base is not None:
+    if job.generation:
         what_next = (
             f"To append them as they are now, remove {job.state}: it holds the append that is half "
             "finished."
@@ -212,9 +191,18 @@ def _refuse_changed(identity: str, job: PackJob, state: str) -> None:
 
 
 def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
+    settings = job.state / _SETTINGS
+    was = json.loads(settings.read_bytes()) if settings.exists() else {}
+    if was:
+        _refuse_other(was, job, "half packed")
     records = read_records(job)
     try:
-        sources = _sources(job, bool(records))
+        sources = _sources(job)
+        if records:
+            _refuse_changed(was.get("listed"), sources, job, "half packed")
+        job.state.mkdir(exist_ok=True)
+        about = {**job.identity, "generation": job.generation, "listed": sources.identity}
+        write_whole(settings, json.dumps(about).encode())
         # once, here: threads that load Pillow's plugins at the same time disturb each other
         Image.init()
         with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
@@ -229,37 +217,31 @@ def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
     except ConfigurationError:
         if not any(record.shard.samples for record in records):
             # nothing to go on with, and the next command will be another
-            shutil.rmtree(job.state)
+            shutil.rmtree(job.state, ignore_errors=True)
         raise
     shutil.rmtree(job.state, ignore_errors=True)
     return manifest
 
 
-def _sources(job: PackJob, is_begun: bool) -> Sources:
-    listed = load_sources(job.state) if is_begun else None  # else nothing is packed by the list
-    if listed is not None:
-        _refuse_changed(listed.identity, job, "half packed")
-        return listed
-    first = job.first_classes
+def _sources(job: PackJob) -> Sources:
+    first = job.base.classes
     if job.classes is not None and list(job.classes[: len(first)]) != first:
         raise ConfigurationError(
             f"--classes does not begin with the {len(first)} classes of {job.target}, whose "
             f"numbers stay as they are. Leave --classes out, or write {job.target / MANIFEST} "
             "there with the new classes at the end."
         )
-    listed = list_sources(job.source, job.state, job.settings.group_by_class, job.classes, first)
-    if job.base is not None:
-        there = already_there(ShardIndex(job.target, job.base), listed, job.target)
-        order = listed.order[~there[listed.order]]
-        listed = replace(listed, order=order, there=int(there.sum()))
-        listed.save(job.state)
-    return listed
+    listed = list_sources(job.source, job.settings.group_by_class, job.classes, first)
+    if not job.generation:
+        return listed
+    there = already_there(ShardIndex(job.target, job.base), listed, job.target)
+    return replace(listed, order=listed.order[~there[listed.order]], there=int(there.sum()))
 
 
 def _finished(job: PackJob, sources: Sources, records: list[ShardRecord]) -> Manifest:
     if any(record.shard.samples for record in records):
         return write_generation(job, sources, records)
-    if job.base is None:
+    if not job.generation:
         rows = [row for record in records for row in record.report.splitlines(keepends=True)]
         first_rows = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
         raise ConfigurationError(
@@ -289,12 +271,12 @@ def already_there(was: ShardIndex, now: Sources, target: Path) -> npt.NDArray[np
     before = np.fromiter((hash(was.name(i)) for i in range(len(was))), np.int64)
     after = np.fromiter((hash(now.name(i)) for i in range(len(now.labels))), np.int64)
     there = np.zeros(len(now.labels), bool)
-    others = []
+    others, stamps = [], was.column("stamps")
     for i, j in zip(*np.intersect1d(before, after, return_indices=True)[1:], strict=True):
         if was.name(i) == now.name(j):  # two names may have one hash
             there[j] = True
             same_class = was.classes[was.labels[i]] == now.classes[now.labels[j]]
-            if not same_class or was.stamps[i] != now.stamps[j]:
+            if not same_class or stamps[i] != now.stamps[j]:
                 others.append(now.name(j))
     if others:
         raise ConfigurationError(

@@ -1,8 +1,7 @@
-"""The images of a packing and their labels, from a folder of class folders or a CSV file, listed
-once and kept on the disk.
+"""The images of a packing and their labels, from a folder of class folders or a CSV file.
 
-A list takes some 40 bytes of memory an image. A resumed packing lists the source again, and goes on
-if it is the same.
+A list takes some 40 bytes of memory an image beside its name. A resumed packing lists the source
+again, and goes on if it is the same.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from io import StringIO
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.whole_file import whole_file
 
 HEADER = b"what,name,detail\n"
 
@@ -98,52 +98,14 @@ def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
         yield root, files
 
 
-class _Row(NamedTuple):
-    line: int
-    path: str  # in one spelling: two of one file are one image
-    label: str
-
-
 def read_csv(file: Path) -> Iterator[Found | LeftOut]:
-    """An image for each row; rows without path or label, and repeated ones, by line. Paths are
-    relative to ``file``.
+    """An image for each row; rows without path or label by line. Paths are relative to ``file``.
 
     ``./a.jpg`` and ``a.jpg`` are one path, as are ``a//b.jpg`` and ``a/b.jpg``; links are not
     followed. Raises `ConfigurationError`: the first line lacks the columns, the file is not CSV, or
-    a path has two labels.
+    a path is there twice.
     """
-    repeated = _repeated_paths(file)
-    first: dict[str, _Row] = {}
-    for row in _rows(file):
-        if not row.path or not row.label:
-            missing = "label" if row.path else "path"
-            yield LeftOut(row.path or file.name, f"line {row.line} of {file.name} has no {missing}")
-            continue
-        if hash(row.path) in repeated:
-            earlier = first.setdefault(row.path, row)
-            if earlier.label != row.label:
-                raise ConfigurationError(
-                    f"{file} gives {row.path!r} two labels: {earlier.label!r} in line "
-                    f"{earlier.line}, {row.label!r} in line {row.line}. Remove one of the lines."
-                )
-            if earlier is not row:
-                yield LeftOut(
-                    row.path, f"line {row.line} of {file.name} repeats line {earlier.line}"
-                )
-                continue
-        yield Found(row.path, row.label)
-
-
-def _repeated_paths(file: Path) -> set[int]:
-    """Hashes of the paths that occur twice: 8 bytes a row, where a dict of all paths would take
-    some 200.
-    """
-    hashes = np.frombuffer(array("q", (hash(row.path) for row in _rows(file))), np.int64)
-    hashes = np.sort(hashes)
-    return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
-
-
-def _rows(file: Path) -> Iterator[_Row]:
+    hashes = array("q")  # 8 bytes a row, where a set of all paths would take some 200
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
         reader = csv.reader(text)
         try:
@@ -154,20 +116,29 @@ def _rows(file: Path) -> Iterator[_Row]:
                     "`path,label` as its first line; paths are relative to its folder, or "
                     "absolute."
                 )
-            path, label = columns.index("path"), columns.index("label")
-            for cells in reader:
-                if cells:
-                    cells += [""] * len(columns)
-                    # `./a//b.jpg` and `a/b.jpg` are one path; `..` stays: after a link it leads
-                    # elsewhere.
-                    name = cells[path].strip()
-                    if "./" in name or "//" in name:
-                        name = str(PurePath(name))
-                    yield _Row(reader.line_num, name, cells[label].strip())
+            for cells in filter(None, reader):
+                row = dict(zip(columns, [*cells, *[""] * len(columns)], strict=False))
+                path, label = row["path"].strip(), row["label"].strip()
+                # `./a//b.jpg` and `a/b.jpg` are one path; `..` stays: after a link it leads
+                # elsewhere.
+                if "./" in path or "//" in path:
+                    path = str(PurePath(path))
+                if path and label:
+                    hashes.append(hash(path))
+                    yield Found(path, label)
+                    continue
+                missing = "label" if path else "path"
+                reason = f"line {reader.line_num} of {file.name} has no {missing}"
+                yield LeftOut(path or file.name, reason)
         except csv.Error as error:
             raise ConfigurationError(
                 f"{file}, line {reader.line_num}, is not CSV: {error}."
             ) from None
+    ascending = np.sort(np.frombuffer(hashes, np.int64))
+    repeated = ascending[1:][ascending[1:] == ascending[:-1]]
+    if len(repeated):
+        name = next(item.name for item in read_csv(file) if hash(item.name) == repeated[0])
+        raise ConfigurationError(f"{file} lists {name!r} twice. Give each image one row.")
 
 
 def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
@@ -210,26 +181,17 @@ def read_classes(file: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
         is_manifest = file.suffix == ".json"
         classes = json.loads(text)["classes"] if is_manifest else text.rstrip("\n").split("\n")
-        if not all(isinstance(name, str) for name in classes):
-            raise ValueError("a name of a class is no text")
+        if not all(isinstance(name, str) and name for name in classes):
+            raise ValueError("a name of a class is empty, or no text")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(
             f"--classes {file} cannot be read: {error}. Expected a text file with the name of a "
             "class in each line, or the manifest.json of packed shards."
         ) from None
-    if "" in classes:
-        raise ConfigurationError(
-            f"--classes {file}: line {classes.index('') + 1} is empty. Expected the name of a "
-            "class in each line."
-        )
     check_distinct(classes, file)
     return list(classes)
 
 
-_REPORT = "sources.csv"
-ARRAYS = "sources.npz"
-_HEAD = ("folder", "classes", "left_out", "identity", "there")
-_ARRAYS = ("ends", "labels", "stamps", "order")
 _SEED = 0  # of the one shuffle that mixes the classes
 
 
@@ -238,30 +200,39 @@ class Sources:
     """Images to pack, as they are listed, and the ``order`` in which they are packed; ``report``
     has a row for each of ``left_out`` others.
 
-    ``stamps`` tell one version of a file from another, by its length and time. ``identity`` is the
-    same for two lists of the same classes, files, labels and stamps in the same order. ``there``
-    images are in the set already, and have no place in ``order``.
+    ``stamps`` tell one version of a file from another, by its length and time. ``there`` images are
+    in the set already, and have no place in ``order``.
     """
 
     folder: str  # names are relative to it
     classes: list[str]
     left_out: int
-    identity: str
-    there: int
     report: bytes
-    text: npt.NDArray[np.uint8]  # all names
+    text: bytes  # all names
     ends: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int32]
     stamps: npt.NDArray[np.uint64]
     order: npt.NDArray[np.int64]
+    there: int = 0
 
     def __len__(self) -> int:
         return len(self.order)
 
+    @cached_property
+    def identity(self) -> str:
+        """The same for two lists of the same classes, files, labels and stamps in the same
+        order.
+        """
+        digest = hashlib.sha256(json.dumps(self.classes).encode())
+        parts: list[Any] = [self.labels, self.ends, self.text, self.stamps]
+        for part in parts:
+            digest.update(part)
+        return digest.hexdigest()
+
     def name(self, i: int) -> str:
         """The ``i``-th of the list, as the folder or the CSV has it."""
-        start = int(self.ends[i - 1]) if i else 0
-        return os.fsdecode(self.text[start : int(self.ends[i])].tobytes())
+        start = self.ends[i - 1] if i else 0
+        return os.fsdecode(self.text[start : self.ends[i]])
 
     def packed_name(self, position: int) -> str:
         return self.name(int(self.order[position]))
@@ -272,41 +243,14 @@ class Sources:
     def label(self, position: int) -> int:
         return int(self.labels[self.order[position]])
 
-    def save(self, folder: Path) -> None:
-        head = {name: getattr(self, name) for name in _HEAD}
-        save_arrays(folder / ARRAYS, head, {name: getattr(self, name) for name in _ARRAYS})
-
-
-def save_arrays(path: Path, head: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
-    """Write what JSON can hold and arrays to one file."""
-    named: dict[str, Any] = {"head": np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays}
-    with whole_file(path) as file:
-        np.savez(file, **named)
-
-
-def load_arrays(path: Path) -> dict[str, Any]:
-    """What `save_arrays` wrote: ``head`` and ``arrays`` in one."""
-    with np.load(path) as file:
-        arrays = dict(file)
-    return json.loads(arrays.pop("head").tobytes()) | arrays
-
-
-def load_sources(folder: Path) -> Sources | None:
-    """The list that `list_sources` wrote to ``folder``; None where it did not finish."""
-    if not (folder / ARRAYS).exists():
-        return None
-    report, text = (folder / _REPORT).read_bytes(), np.memmap(folder / "names", mode="r")
-    return Sources(**load_arrays(folder / ARRAYS), report=report, text=text)
-
 
 def list_sources(
     source: Path,
-    into: Path,
     group_by_class: bool,
     classes: Sequence[str] | None = None,
     first: Sequence[str] = (),
 ) -> Sources:
-    """Write the list of ``source`` to the folder ``into``, ``sources.npz`` last.
+    """The images of ``source``.
 
     Args:
         classes: Their names in the order of their numbers; left out, ``first``, then the others by
@@ -315,56 +259,43 @@ def list_sources(
     Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has
     no image, or its classes cannot be told apart, or are none of ``classes``.
     """
-    numbers, met, ends, left_out = _write_list(source, into)
+    numbers: dict[str, int] = {}  # of classes, in the order in which they are met
+    report, names, ends, met = list[bytes](), bytearray(), array("q"), array("i")
+    for item in scan_folder(source) if source.is_dir() else read_csv(source):
+        if isinstance(item, LeftOut):
+            report.append(report_row("left out", item.name, item.reason))
+            continue
+        number = numbers.setdefault(item.class_name, len(numbers))
+        if item.name is not None:
+            names += os.fsencode(item.name)
+            ends.append(len(names))
+            met.append(number)
     if not met:
-        rows = (into / _REPORT).read_bytes().decode("utf-8", "backslashreplace").splitlines()
-        shown = "\n  ".join(["", *rows[:5], *["..."] * (len(rows) > 5)])
+        shown = b"".join(report[:5]).decode("utf-8", "backslashreplace")
         raise ConfigurationError(
             f"{source} lists no image. Expected images in a folder for each class, or a CSV "
-            f"file with a row for each image.{shown}"
+            f"file with a row for each image.\n{shown}"
         )
     if classes is None:
-        known = set(first)
-        new = [name for name in numbers if name not in known]
+        new = [name for name in numbers if name not in set(first)]
         classes = [*first, *sorted_classes(new, source)]
         check_distinct(classes, source)
-    classes = list(classes)
     labels = _class_numbers(numbers, classes, source)[np.frombuffer(met, np.int32)]
-    folder = str(source if source.is_dir() else source.parent)
-    ends_of, text = np.frombuffer(ends, np.int64), np.memmap(into / "names", mode="r")
-    stamps = _stamps(folder, text, ends_of)
-    identity = hashlib.sha256(json.dumps(classes).encode())
-    for part in (labels, ends_of, text, stamps):
-        identity.update(np.ascontiguousarray(part).view(np.uint8).data)
-    # kept on disk with the list: numpy does not promise the same permutation in its next version
     order = np.argsort(labels, kind="stable")
     if not group_by_class:
         order = np.random.Generator(np.random.Philox(_SEED)).permutation(len(labels))
-    report = (into / _REPORT).read_bytes()
-    head = folder, classes, left_out, identity.hexdigest(), 0
-    sources = Sources(*head, report, text, ends_of, labels, stamps, order)
-    sources.save(into)
-    return sources
-
-
-def _write_list(source: Path, into: Path) -> tuple[dict[str, int], array[int], array[int], int]:
-    """Write names and report; classes with numbers in the order in which they are met, of each
-    image its class and where its name ends, and how many are left out.
-    """
-    numbers: dict[str, int] = {}
-    met, ends, end, left_out = array("i"), array("q"), 0, 0
-    with whole_file(into / _REPORT) as report, whole_file(into / "names") as names:
-        for item in scan_folder(source) if source.is_dir() else read_csv(source):
-            if isinstance(item, LeftOut):
-                report.write(report_row("left out", item.name, item.reason))
-                left_out += 1
-                continue
-            number = numbers.setdefault(item.class_name, len(numbers))
-            if item.name is not None:
-                end += names.write(os.fsencode(item.name))
-                ends.append(end)
-                met.append(number)
-    return numbers, met, ends, left_out
+    listed = Sources(
+        folder=str(source if source.is_dir() else source.parent),
+        classes=list(classes),
+        left_out=len(report),
+        report=b"".join(report),
+        text=bytes(names),
+        ends=np.frombuffer(ends, np.int64),
+        labels=labels,
+        stamps=np.zeros(len(labels), np.uint64),
+        order=order,
+    )
+    return replace(listed, stamps=_stamps(listed))
 
 
 def _class_numbers(
@@ -386,21 +317,22 @@ _AT_ONCE = 4096  # files a thread looks at before it takes others
 _THREADS = 16  # a network file system answers many questions in the time of one
 
 
-def _stamps(
-    folder: str, names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint64]:
+def _stamps(sources: Sources) -> npt.NDArray[np.uint64]:
     """Of each file a number made of its length and time; 0 where there is none."""
+    num = len(sources.labels)
 
-    def look(first: int) -> array[int]:
-        found, start = array("Q"), int(ends[first - 1]) if first else 0
-        for end in ends[first : first + _AT_ONCE].tolist():
-            try:
-                status = os.stat(os.path.join(folder, os.fsdecode(names[start:end].tobytes())))
-                found.append((status.st_size * 0x9E3779B97F4A7C15 ^ status.st_mtime_ns) % 2**64)
-            except (OSError, ValueError):  # the packing says so when it comes to it
-                found.append(0)
-            start = end
-        return found
+    def look(first: int) -> list[int]:
+        names = map(sources.name, range(first, min(first + _AT_ONCE, num)))
+        return [_stamp(os.path.join(sources.folder, name)) for name in names]
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return np.concatenate(list(pool.map(look, range(0, len(ends), _AT_ONCE)))).astype(np.uint64)
+        stamps = chain.from_iterable(pool.map(look, range(0, num, _AT_ONCE)))
+        return np.fromiter(stamps, np.uint64, num)
+
+
+def _stamp(path: str) -> int:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # the packing says so when it comes to it
+        return 0
+    return (status.st_size * 0x9E3779B97F4A7C15 ^ status.st_mtime_ns) % 2**64

@@ -8,11 +8,11 @@ packing can then be finished by the same command.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tarfile
 import zlib
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -26,13 +26,12 @@ from lightning_ring.data.packing.image import PackedImage, PackSettings
 from lightning_ring.data.packing.sources import (
     HEADER,
     Sources,
-    load_arrays,
     report_row,
-    save_arrays,
 )
 from lightning_ring.data.shards import (
     BLOCK,
     COLUMNS,
+    INDEX_FILES,
     MANIFEST,
     NAMES,
     REPORT,
@@ -51,20 +50,23 @@ Columns = dict[str, npt.NDArray[Any]]
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
 
 
+NO_SET = Manifest([], [], {}, source="", identity="", settings={}, counts={}, generation=-1)
+
+
 @dataclass(frozen=True)
 class PackJob:
     """
     Args:
         classes: Names of classes in the order of their numbers; None: by name, after those of
             ``base``.
-        base: The set in ``target`` to which images are appended; None: a new set.
+        base: The set in ``target`` to which images are appended; `NO_SET` for a new one.
     """
 
     source: Path
     target: Path
     settings: PackSettings
     classes: Sequence[str] | None = None
-    base: Manifest | None = None
+    base: Manifest = NO_SET
 
     @property
     def state(self) -> Path:
@@ -79,16 +81,7 @@ class PackJob:
     @property
     def generation(self) -> int:
         """The one that will be made."""
-        return 0 if self.base is None else self.base.generation + 1
-
-    @property
-    def first_classes(self) -> list[str]:
-        """Those whose numbers are given."""
-        return [] if self.base is None else self.base.classes
-
-    @property
-    def first_shard(self) -> int:
-        return 0 if self.base is None else len(self.base.shards)
+        return self.base.generation + 1
 
 
 class ShardWriter:
@@ -101,12 +94,12 @@ class ShardWriter:
         self._next = first
         self._sha256 = hashlib.sha256()
         self.bytes = 0
-        # a row an image: those of the index, and its place among the sources
-        self.columns = {"labels": array("i"), "places": array("I"), "positions": array("q")}
+        # of each image: its label and its place among the sources, and in the index
+        self.rows: list[tuple[int, int, int, int, int]] = []
 
     @property
     def samples(self) -> int:
-        return len(self.columns["labels"])
+        return len(self.rows)
 
     def has_room(self, image: PackedImage, most: float) -> bool:
         """Whether the whole shard has at most ``most`` bytes with ``image``, which may be the first
@@ -116,14 +109,12 @@ class ShardWriter:
         return not self.samples or self.bytes + image_bytes + 3 * BLOCK + len(_END) <= most
 
     def add(self, image: PackedImage, label: int, position: int) -> None:
-        place = self.bytes // BLOCK + 1, len(image.data), zlib.crc32(image.data)
+        block, crc32 = self.bytes // BLOCK + 1, zlib.crc32(image.data)
+        self.rows.append((label, position, block, len(image.data), crc32))
         name = f"{self._next:09d}"
         self._member(f"{name}.{image.extension}", image.data)
         self._member(f"{name}.cls", str(label).encode())
         self._next += 1
-        self.columns["labels"].append(label)
-        self.columns["places"].extend(place)
-        self.columns["positions"].append(position)
 
     def _member(self, name: str, data: bytes) -> None:
         header = tarfile.TarInfo(name)  # no time, no owner: they would change the checksum
@@ -141,11 +132,9 @@ class ShardWriter:
         return Shard(name, self.bytes, self.samples, self._sha256.hexdigest())
 
     def arrays(self) -> Columns:
-        return {
-            "labels": np.array(self.columns["labels"], np.int32),
-            "places": np.array(self.columns["places"], np.uint32).reshape(-1, 3),
-            "positions": np.array(self.columns["positions"], np.int64),
-        }
+        table = np.array(self.rows, np.int64)
+        places = table[:, 2:].astype(np.uint32)
+        return {"labels": table[:, 0], "positions": table[:, 1], "places": places}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +150,20 @@ class ShardRecord:
     columns: Columns
 
     def write(self, folder: Path) -> None:
-        head = {"shard": asdict(self.shard), "next_position": self.next_position}
-        report = {"report": np.frombuffer(self.report, np.uint8)}
-        path = folder / f"{self.shard.name}.npz"
-        save_arrays(path, head | {"counts": self.counts}, report | self.columns)
+        head = [asdict(self.shard), self.next_position, self.counts]
+        texts = {"head": json.dumps(head).encode(), "report": self.report}
+        arrays: dict[str, Any] = dict(self.columns)
+        arrays |= {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+        with whole_file(folder / f"{self.shard.name}.npz") as file:
+            np.savez(file, **arrays)
 
 
 def read_record(path: Path) -> ShardRecord:
-    found = load_arrays(path)
-    head = {name: found.pop(name) for name in ("next_position", "counts")}
-    shard, report = Shard(**found.pop("shard")), found.pop("report").tobytes()
-    return ShardRecord(shard, **head, report=report, columns=found)
+    with np.load(path) as file:
+        columns = dict(file)
+    shard, next_position, counts = json.loads(columns.pop("head").tobytes())
+    report = columns.pop("report").tobytes()
+    return ShardRecord(Shard(**shard), next_position, counts, report, columns)
 
 
 def shard_name(number: int) -> str:
@@ -188,7 +180,7 @@ def read_records(job: PackJob) -> list[ShardRecord]:
     paths = sorted(job.state.glob("shard-*.npz"))
     for path in paths:
         record = read_record(path)
-        tar = job.target / shard_name(job.first_shard + len(records))
+        tar = job.target / shard_name(len(job.base.shards) + len(records))
         is_next = record.shard.name == tar.name and tar.exists()
         if not is_next or tar.stat().st_size != record.shard.bytes:
             break
@@ -197,26 +189,6 @@ def read_records(job: PackJob) -> list[ShardRecord]:
     for stale in reversed(paths[len(records) :]):
         stale.unlink()
     return records
-
-
-class _Notes:
-    """What was done with the sources since the last shard, for its record."""
-
-    def __init__(self) -> None:
-        self.counts = Counter[str]()
-        self.rows: list[bytes] = []
-
-    def add(self, image: PackedImage | str, source: str) -> None:
-        if isinstance(image, str):
-            self.counts["left out"] += 1
-            self.rows.append(report_row("left out", source, image))
-            return
-        self.counts.update({image.how: 1, "not turned": image.lies})
-        if image.note:
-            self.rows.append(report_row("converted", source, image.note))
-
-    def record(self, shard: Shard, next_position: int, columns: Columns) -> ShardRecord:
-        return ShardRecord(shard, next_position, dict(self.counts), b"".join(self.rows), columns)
 
 
 def write_shards(
@@ -230,20 +202,28 @@ def write_shards(
 
     A last one without images is no file: it says why no other source could be packed.
     """
-    notes, number = _Notes(), job.first_shard + len(records)
-    first = sum(record.shard.samples for record in records)
-    first += 0 if job.base is None else job.base.samples
+    number = len(job.base.shards) + len(records)
+    first = job.base.samples + sum(record.shard.samples for record in records)
     left_out = sum(record.counts.get("left out", 0) for record in records)
+    # what was done with the sources since the last shard
+    counts, rows = Counter[str](), list[bytes]()
 
     def usable() -> Iterator[tuple[int, PackedImage]]:
         nonlocal left_out
         for position, image in images:
             if isinstance(image, str):
                 left_out += 1
-                notes.add(image, sources.packed_name(position))
+                counts["left out"] += 1
+                rows.append(report_row("left out", sources.packed_name(position), image))
             progress(position + 1, len(sources), left_out)
             if not isinstance(image, str):
                 yield position, image
+
+    def recorded(shard: Shard, next_position: int, columns: Columns) -> ShardRecord:
+        record = ShardRecord(shard, next_position, dict(counts), b"".join(rows), columns)
+        counts.clear()
+        rows.clear()
+        return record
 
     following = usable()
     pending = next(following, None)
@@ -253,17 +233,19 @@ def write_shards(
             writer = ShardWriter(file, first)
             while pending and writer.has_room(pending[1], job.settings.shard_mb * 2**20):
                 position, image = pending
-                notes.add(image, sources.packed_name(position))
+                counts.update({image.how: 1, "not turned": image.lies})
+                if image.note:
+                    rows.append(report_row("converted", sources.packed_name(position), image.note))
                 writer.add(image, sources.label(position), position)
                 pending = next(following, None)
             shard = writer.finish(name)
         next_position = len(sources) if pending is None else pending[0]
-        record, notes = notes.record(shard, next_position, writer.arrays()), _Notes()
+        record = recorded(shard, next_position, writer.arrays())
         record.write(job.state)
         yield record
         number, first = number + 1, first + shard.samples
-    if notes.rows:
-        yield notes.record(Shard("", 0, 0, ""), len(sources), {})
+    if rows:
+        yield recorded(Shard("", 0, 0, ""), len(sources), {})
 
 
 def count_treatments(sources: Sources, records: Sequence[ShardRecord]) -> dict[str, int]:
@@ -289,23 +271,22 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
     _write_index(root, folder, base, sources, records)
 
     # classes of `base` are not new
-    present = {*range(len(job.first_classes))}.union(
+    present = {*range(len(base.classes))}.union(
         *(np.unique(record.columns["labels"]).tolist() for record in records)
     )
     for number, name in enumerate(sources.classes):
         if number not in present:
             detail = f"has no image; label {number} does not occur"
             report.append(report_row("empty class", name, detail))
-    report_name = REPORT if base is None else f"{folder}/{REPORT}"
+    report_name = f"{folder}/{REPORT}" if job.generation else REPORT
     with whole_file(root / report_name) as file:
         file.writelines(report)
 
-    columns = (f"{column}.npy" for column in COLUMNS)
-    written = [report_name, *(f"{folder}/{name}" for name in (NAMES, *columns))]
+    written = [report_name, *(f"{folder}/{name}" for name in INDEX_FILES)]
     counts["empty classes"] = len({*range(len(sources.classes))} - present)
     shards = [record.shard for record in records]
     files = {name: file_sha256(root / name) for name in sorted(written)}
-    if base is not None:
+    if job.generation:
         counts |= {"added": sum(shard.samples for shard in shards), "there": sources.there}
         shards, files = [*base.shards, *shards], {REPORT: base.files[REPORT]} | files
     settings, source = asdict(job.settings), str(job.source)
@@ -320,7 +301,7 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
 def _write_index(
     root: Path,
     folder: str,
-    base: Manifest | None,
+    base: Manifest,
     sources: Sources,
     records: Sequence[ShardRecord],
 ) -> None:
@@ -333,7 +314,7 @@ def _write_index(
     names = [os.fsencode(sources.packed_name(position)) for position in positions.tolist()]
     new["stamps"] = sources.stamps[sources.order[positions]]
     new["name_ends"] = np.cumsum([len(name) + 1 for name in names]) - 1
-    index = None if base is None else ShardIndex(root, base)
+    index = ShardIndex(root, base) if base.samples else None
     # One name a line. A name may hold a line feed, so readers go by the ends.
     with whole_file(root / folder / NAMES) as file:
         if index is not None:

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import numpy as np
 import torch.distributed as dist
@@ -211,7 +211,7 @@ class StridedSampler(OrderedSampler):
         **options: Unpack[SamplerOptions],
     ) -> None:
         super().__init__(default_fingerprint, **options)
-        if remainder not in ("repeat", "drop", "keep"):
+        if remainder not in get_args(Remainder):
             raise ConfigurationError(
                 f"remainder={remainder!r} was given, expected 'repeat', 'drop' or 'keep'."
             )

@@ -5,35 +5,30 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
-from lightning_ring.data.decoding import MAX_PIXELS, decode_rgb
 from lightning_ring.data.packing.sources import EXTENSIONS, LeftOut, scan_folder
-from lightning_ring.errors import ConfigurationError, SampleError
+from lightning_ring.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
 
-class ImageFolder(Dataset[tuple[Any, int]]):
+class ImageFolder:
     """The images below ``root/CLASS/``, in the order that torchvision's `ImageFolder` has: by
     class, then by path.
 
     Files of other kinds and hidden folders are reported and left out. A class without images has a
     number, as in shards and in torchvision's ``ImageFolder(allow_empty=True)``, and is reported.
-    Pixels are those of the file: its EXIF orientation is not applied, as in torchvision.
+    Pixels are those of the file: its EXIF orientation is not applied, as in torchvision. For
+    torch's DataLoader there is torchvision's class.
 
     Args:
         root: The folder.
-        transform: Called with the uint8 tensor (3 x height x width, RGB) of each image, by
-            ``folder[i]``.
-        max_pixels: An image whose header says more is not decoded by ``folder[i]``.
 
     Attributes:
         labels: Class number of every image, int32.
@@ -46,16 +41,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         OSError: A folder in it cannot be read.
     """
 
-    def __init__(
-        self,
-        root: str | PathLike[str],
-        transform: Callable[[Any], Any] | None = None,
-        *,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
+    def __init__(self, root: str | PathLike[str]) -> None:
         self.root = Path(root).absolute()
-        self.transform = transform
-        self.max_pixels = max_pixels
         if not self.root.is_dir():
             raise ConfigurationError(
                 f"{self.root} is not a folder; expected one that holds a folder for each class."
@@ -92,14 +79,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-    def __getitem__(self, i: SupportsIndex) -> tuple[Any, int]:
-        try:
-            pixels = decode_rgb(self.read(i), self.max_pixels)
-            image: Any = torch.from_numpy(pixels).permute(2, 0, 1)
-        except (ValueError, OSError) as error:
-            raise SampleError(f"{self.where(i)}: cannot be decoded: {error}") from error
-        return image if self.transform is None else self.transform(image), int(self.labels[i])
 
     def read(self, i: SupportsIndex) -> bytes:
         """Image ``i`` as it is on disk. Releases the GIL."""

@@ -92,16 +92,10 @@ class MapStyleImages:
             raise SampleError(f"{self.where(i)} cannot be had: {error!r}") from error
         if isinstance(image, bytes):
             return image
-        is_tensor = (
-            isinstance(image, torch.Tensor) and image.ndim == 3 and image.dtype == torch.uint8
-        )
-        pixels = image.permute(1, 2, 0).numpy() if is_tensor else image
-        if (
-            isinstance(pixels, np.ndarray)
-            and pixels.dtype == np.uint8
-            and pixels.ndim == 3
-            and pixels.shape[2] == 3
-        ):
+        is_tensor = isinstance(image, torch.Tensor) and image.dtype == torch.uint8
+        pixels = image.permute(1, 2, 0).numpy() if is_tensor and image.ndim == 3 else image
+        is_array = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8
+        if is_array and pixels.ndim == 3 and pixels.shape[2] == 3:
             return np.ascontiguousarray(pixels)
         found = getattr(image, "dtype", type(image).__name__), tuple(getattr(image, "shape", ()))
         raise SampleError(

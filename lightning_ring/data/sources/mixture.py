@@ -10,12 +10,11 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset
 
 from lightning_ring.errors import ConfigurationError
 
 
-class Mixture(Dataset[tuple[Any, int]]):
+class Mixture:
     """The images of ``sources`` one after the other, for `MixtureSampler`, which draws from each
     set by its weight.
 
@@ -63,10 +62,6 @@ class Mixture(Dataset[tuple[Any, int]]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, i: SupportsIndex) -> tuple[Any, int]:
-        source, inside = self.place(i)
-        return self.sources[source][inside][0], int(self.labels[i])
-
     def place(self, i: SupportsIndex) -> tuple[int, int]:
         """The set that image ``i`` is from, and its index in that set."""
         i = range(len(self))[i]
@@ -86,7 +81,3 @@ class Mixture(Dataset[tuple[Any, int]]):
         """Image ``i`` for an error message."""
         source, inside = self.place(i)
         return str(self.sources[source].where(inside))
-
-    def name(self, i: SupportsIndex) -> str:
-        source, inside = self.place(i)
-        return str(self.sources[source].name(inside))

@@ -36,34 +36,21 @@ class Piece:
     weights: Tensors
     grads: Tensors
     states: list[Tensors]
-    mirrors: Tensors
     directions: Tensors | None = None
 
     @classmethod
-    def of(cls, rows: list[int], columns: Sequence[Tensors], num_states: int) -> Piece:
+    def of(cls, rows: list[int], columns: Sequence[Tensors]) -> Piece:
         """Of the columns of a `ParameterBatch`."""
-        weights, grads, *rest = columns
-        mirrors = rest[num_states] if len(rest) > num_states else ()
-        return cls(rows, weights, grads, rest[:num_states], mirrors)
+        weights, grads, *states = columns
+        return cls(rows, weights, grads, states)
 
     def split(self, size: int) -> list[Piece]:
         """The same, cut into pieces of at most ``size`` elements if it is of one tensor."""
         if len(self.rows) > 1:
             return [self]
         columns = [self.weights, self.grads, *self.states]
-        columns += [self.mirrors] if self.mirrors else []
         parts = zip(*(column[0].split(size) for column in columns), strict=True)
-        return [Piece.of(self.rows, [[view] for view in part], len(self.states)) for part in parts]
-
-
-@dataclass(slots=True)
-class Wave:
-    """Pieces that are measured and then moved; of the last ``room`` elements the directions are
-    kept meanwhile.
-    """
-
-    pieces: list[Piece]
-    room: int = 0
+        return [Piece.of(self.rows, [[view] for view in part]) for part in parts]
 
 
 class MultiTensorRun:
@@ -74,51 +61,51 @@ class MultiTensorRun:
     fused CPU kernel of torch that computes the rule is called instead.
     """
 
-    def __init__(
-        self, rule: type[Rule], part: ParameterBatch, numbers: StepNumbers, plain: bool
-    ) -> None:
+    def __init__(self, rule: type[Rule], part: ParameterBatch, numbers: StepNumbers) -> None:
         self._rule = rule
         self._part = part
         self._numbers = numbers
-        self._plain = plain
         kind = part.kind
+        self._plain = kind.way == "plain"
         self._on_cpu = kind.device.type == "cpu"
         is_one_dtype = kind.weight == kind.grad == kind.compute
-        self._by_torch = self._on_cpu and is_one_dtype and not plain
+        self._by_torch = self._on_cpu and is_one_dtype and not self._plain
         # Those kernels read and write the tensors once each, and there is nothing to keep.
         self._sweeps = self._by_torch and not rule.keeps_directions
+        self._room = 0  # elements of the directions that are kept from `measure` to `move`
         self.sums = torch.zeros(
             2, len(part.weights), dtype=norm_dtype(kind.device), device=kind.device
         )
 
     def step(self) -> Tensor:
         """Measure and move, a wave at a time; returns the trust ratios."""
-        for wave in self._waves():
-            self.measure(wave)
-            ratios = self.move(wave)
+        for pieces in self._waves():
+            self.measure(pieces)
+            ratios = self.move(pieces)
         return ratios
 
-    def _waves(self) -> list[Wave]:
+    def _waves(self) -> list[list[Piece]]:
         if not self._on_cpu or self._plain or self._sweeps:
             return [self._whole]
         weights, kind = self._part.weights, self._part.kind
         pieces = 4 if kind.weight == kind.compute else 6  # that exist beside the kept directions
         budget = MEMORY_SHARE * sum(weight.nbytes for weight in weights) / kind.compute.itemsize
-        room = max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)
+        self._room = max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)
         sizes = [weight.numel() for weight in weights]
-        return [Wave(self._cut(rows), room) for rows in _together(range(len(sizes)), sizes, room)]
+        waves = _together(range(len(sizes)), sizes, self._room)
+        return [self._cut(rows) for rows in waves]
 
     @cached_property
-    def _whole(self) -> Wave:
-        return Wave(self._cut(range(len(self._part.weights))))
+    def _whole(self) -> list[Piece]:
+        return self._cut(range(len(self._part.weights)))
 
-    def measure(self, wave: Wave | None = None) -> None:
+    def measure(self, pieces: list[Piece] | None = None) -> None:
         """Accumulate state, and fill `sums`: squares of the weights, squares of the direction."""
-        part, wave = self._part, wave or self._whole
+        part, pieces = self._part, pieces or self._whole
         totals: list[dict[int, Any]] = [{}, {}]
         h, rows_of_h = Scalars(), None
-        to_come = sum(weight.numel() for piece in wave.pieces for weight in piece.weights)
-        for piece in wave.pieces:
+        to_come = sum(weight.numel() for piece in pieces for weight in piece.weights)
+        for piece in pieces:
             w, g = _cast(piece.weights, part.kind.compute), _cast(piece.grads, part.kind.compute)
             if piece.rows is not rows_of_h:  # pieces of one tensor share the list
                 h, rows_of_h = self._numbers.over(piece.rows, self._plain), piece.rows
@@ -129,7 +116,7 @@ class MultiTensorRun:
                 self._rule.accumulate(g, piece.states, h)
                 x = self._rule.direction(w, g, piece.states, h)
             self._add_squares(totals[1], piece.rows, x)
-            piece.directions = x if to_come <= wave.room else None
+            piece.directions = x if to_come <= self._room else None
             to_come -= sum(t.numel() for t in w)
             x = None  # so that the next piece finds the same memory, still in the cache
         rows = sorted(totals[0])
@@ -139,19 +126,17 @@ class MultiTensorRun:
         else:
             self.sums[:, rows] = found
 
-    def move(self, wave: Wave | None = None) -> Tensor:
+    def move(self, pieces: list[Piece] | None = None) -> Tensor:
         """Write the new weights and state; returns the trust ratios."""
         ratio, numbers = self._numbers.after(self._rule, self.sums)
         h, rows_of_h = Scalars(), None
         # what was measured last may still be in the cache
-        for piece in reversed((wave or self._whole).pieces):
+        for piece in reversed(pieces or self._whole):
             if piece.rows is not rows_of_h:
                 h, rows_of_h = numbers.over(piece.rows, self._plain), piece.rows
             if not self._by_torch or not self._torch_moves(piece, h):
                 for smaller in piece.split(CPU_PIECE) if self._sweeps else [piece]:
                     self._move(smaller, h)
-            if piece.mirrors:
-                torch._foreach_copy_(piece.mirrors, piece.weights)
             piece.directions = None
         return ratio
 
@@ -180,9 +165,9 @@ class MultiTensorRun:
         elements.
         """
         part = self._part
-        columns, num_states = part.columns(), len(part.states[0])
+        columns = part.columns()
         if self._plain:
-            return [Piece.of([i], [[c[i]] for c in columns], num_states) for i in rows]
+            return [Piece.of([i], [[c[i]] for c in columns]) for i in rows]
         size = together = CPU_PIECE
         if not self._on_cpu:
             size = max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
@@ -192,7 +177,7 @@ class MultiTensorRun:
         pieces = []
         for group in _together(rows, [weight.numel() for weight in part.weights], together):
             views = [[flat(column[row]) for row in group] for column in columns]
-            piece = Piece.of(group, views, num_states)
+            piece = Piece.of(group, views)
             is_large = piece.weights[0].numel() > together
             pieces += piece.split(size) if is_large else [piece]
         return pieces
@@ -215,10 +200,10 @@ class MultiTensorRun:
         return torch.tensor(values, dtype=self.sums.dtype)
 
 
-def grad_square_sum(part: ParameterBatch, plain: bool) -> Tensor:
+def grad_square_sum(part: ParameterBatch) -> Tensor:
     """Sum of squares of all gradients, 0-d, on the part's device."""
     kind, dtype = part.kind, norm_dtype(part.kind.device)
-    if kind.device.type != "cpu" or plain:
+    if kind.device.type != "cpu" or kind.way == "plain":
         return torch.stack(torch._foreach_norm(part.grads, 2, dtype)).square().sum()
     size = CPU_SUM_PIECE if kind.grad == kind.compute else CPU_PIECE
     pieces = (piece for grad in part.grads for piece in flat(grad).split(size))

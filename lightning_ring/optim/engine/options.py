@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.fused import triton_is_here
-from lightning_ring.optim.engine.parameter_list import TensorKind
 
 
 def require(condition: bool, message: str) -> None:
@@ -34,8 +35,9 @@ def require_number(
     A tensor must have one element; its value is read on the CPU only, which needs no
     synchronization.
     """
-    bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
-    expected = " and ".join([*bounds, *[f"< {below}"] * (below is not None)]) or "finite"
+    bounds = ((">=", low, operator.ge), (">", above, operator.gt), ("<", below, operator.lt))
+    given = [(sign, bound, holds) for sign, bound, holds in bounds if bound is not None]
+    expected = " and ".join(f"{sign} {bound}" for sign, bound, _ in given)
     if isinstance(value, Tensor):
         require(
             value.numel() == 1,
@@ -45,12 +47,8 @@ def require_number(
             return
         value = value.item()
     require(isinstance(value, (int, float)), f"{name}={value!r}, expected a number {expected}")
-    fits = (
-        (low is None or value >= low)
-        and (above is None or value > above)
-        and (below is None or value < below)
-    )
-    require(math.isfinite(value) and fits, f"{name}={value}, expected a finite number {expected}")
+    fits = math.isfinite(value) and all(holds(value, bound) for _, bound, holds in given)
+    require(fits, f"{name}={value}, expected a finite number {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,6 @@ class RunOptions:
     fused: bool | None = None
     capturable: bool = False
     skip_nonfinite: bool = False
-    master_weights: bool = False
     max_grad_norm: float | None = None
 
 
@@ -93,14 +90,18 @@ def interpreting_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def way_to_run(options: RunOptions, kind: TensorKind) -> str:
-    """``"plain"``, ``"foreach"`` or ``"fused"``."""
-    if not kind.flat:
+def way_to_run(options: RunOptions, device: torch.device, is_flat: bool) -> str:
+    """``"plain"``, ``"foreach"`` or ``"fused"``, for parameters on ``device``.
+
+    Only the plain way takes a weight, gradient and state that do not lie in memory in the same
+    order without gaps (`lie_alike`).
+    """
+    if not is_flat:
         return "plain"
     if options.fused:
         return "fused"
     if options.foreach:
         return "foreach"
     if options.foreach is None and options.fused is None:
-        return "fused" if kind.device.type == "cuda" and triton_is_here() else "foreach"
+        return "fused" if device.type == "cuda" and triton_is_here() else "foreach"
     return "plain"

@@ -1,22 +1,20 @@
-"""The parameters of an optimizer in one fixed order, the parameters of one step, and their state
-as it is loaded.
-"""
+"""The parameters of an optimizer in one fixed order, and the parameters of one step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_ring.optim.engine.sent_tables import SentTables
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+DTYPE_AND_DEVICE = attrgetter("dtype", "device")
 
 
 def compute_dtype(param: Tensor) -> torch.dtype:
@@ -37,17 +35,14 @@ class TensorKind:
     compute: torch.dtype
     weight: torch.dtype
     grad: torch.dtype
-    mirror: torch.dtype | None
-    flat: bool  # weight, gradient and state lie in memory in the same order without gaps
+    way: str  # to run: `way_to_run`
 
 
 @dataclass(slots=True)
 class ParameterBatch:
     """The parameters of one step that one launch can update.
 
-    ``weights`` are updated: the parameters, or their master copies in float32, which are then
-    rounded into ``mirrors`` (the parameters). ``positions`` are the parameters' places in the
-    `ParameterList`.
+    ``positions`` are the parameters' places in the `ParameterList`.
     """
 
     kind: TensorKind
@@ -55,12 +50,11 @@ class ParameterBatch:
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
-    mirrors: list[Tensor] = field(default_factory=list)
 
     def columns(self) -> list[list[Tensor]]:
-        """Weights, gradients, each of the states, and mirrors if there are any."""
+        """Weights, gradients, and each of the states."""
         states = [list(column) for column in zip(*self.states, strict=True)]
-        return [self.weights, self.grads, *states, *([self.mirrors] if self.mirrors else [])]
+        return [self.weights, self.grads, *states]
 
 
 class ParameterList:
@@ -93,14 +87,14 @@ class ParameterList:
             self.steps = torch.zeros(count, device=self.device if steps_on_device else "cpu")
             self.step_views = list(self.steps.unbind())
 
-    def groups_on(self, device: torch.device) -> Tensor:
-        """The group of each parameter, on ``device``."""
-        sizes = self.sizes
+    def groups_on(self, device: torch.device, positions: list[int]) -> Tensor:
+        """The group of each of the parameters at ``positions``, on ``device``."""
 
         def make() -> Tensor:
-            return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+            groups = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+            return groups[positions]
 
-        return self.tables.get(("groups", device), sizes, device, make)
+        return self.tables.get(("groups", device, tuple(positions)), self.sizes, device, make)
 
     def hyper_table(self, groups: list[list[Any]], device: torch.device) -> Tensor:
         """Hyper-parameters of each group as a float64 tensor on ``device``, shape [groups,
@@ -113,17 +107,17 @@ class ParameterList:
         rows = [[0.0 if is_there(value) else float(value) for value in row] for row in groups]
         key = "hyper-parameters", device
         table = self.tables.get(key, rows, device, lambda: torch.tensor(rows, dtype=torch.float64))
-        there = {i for row in groups for i, value in enumerate(row) if is_there(value)}
-        if not there:
-            return table
-        columns = list(table.unbind(1))
-        for i in there:
-            values = [
-                row[i].to(device, torch.float64).reshape(()) if is_there(row[i]) else sent
-                for row, sent in zip(groups, columns[i].unbind(), strict=True)
-            ]
-            columns[i] = torch.stack(values)
-        return torch.stack(columns, dim=1)
+        there = [
+            (group, i, value)
+            for group, row in enumerate(groups)
+            for i, value in enumerate(row)
+            if is_there(value)
+        ]
+        if there:
+            table = table.clone()
+            for group, i, value in there:
+                table[group, i] = value
+        return table
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups still hold the parameters that this list was made of."""
@@ -166,42 +160,17 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def load_precisely(optimizer: Optimizer, state_dict: dict[str, Any], load: Any) -> None:
-    """Run ``load(state_dict)`` (`Optimizer.load_state_dict`), then put the values back that it
-    rounded.
-
-    torch casts floating-point state to the parameter's dtype, which would round the float32 state
-    of a bfloat16 parameter. Hooks of the optimizer may change ``state_dict`` before; hooks that run
-    after loading see the final state. Tensors are copied, so that the optimizer and ``state_dict``
-    share no memory.
+def signature(params: list[Tensor], state: Mapping[Tensor, Any]) -> list[Any]:
+    """Everything by which parameters are sorted into batches. `map` calls these from C: loops in
+    Python over all parameters would cost the host most of a fused step.
     """
-    seen: dict[str, Any] = {}
-
-    def remember(_: Optimizer, final: dict[str, Any]) -> None:
-        seen.update(final)
-
-    def restore(_: Optimizer) -> None:
-        saved_ids = [i for group in seen["param_groups"] for i in group["params"]]
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for saved_id, param in zip(saved_ids, params, strict=True):
-            for key, value in seen["state"].get(saved_id, {}).items():
-                if isinstance(value, Tensor):
-                    dtype = torch.float32 if key == "step" else compute_dtype(param)
-                    optimizer.state[param][key] = _copy_like(param, value, dtype)
-
-    handles = [
-        optimizer.register_load_state_dict_pre_hook(remember),
-        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    grads = [param.grad for param in params]
+    tensors = params + [grad for grad in grads if grad is not None]
+    strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    values = chain.from_iterable(map(dict.values, state.values()))
+    return [
+        [grad is None for grad in grads],
+        list(map(Tensor.stride, strided)),
+        list(map(DTYPE_AND_DEVICE, tensors)),
+        list(map(id, values)),
     ]
-    try:
-        load(state_dict)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _copy_like(param: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy of ``value`` on the parameter's device, laid out in memory as the parameter is."""
-    if value.shape != param.shape:
-        return value.detach().to(device=param.device, dtype=dtype, copy=True)
-    return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)

@@ -5,6 +5,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,17 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_ring.optim.engine.collected import CollectedParameters
-from lightning_ring.optim.engine.options import RunOptions, check_options, require
+from lightning_ring.optim.engine.options import RunOptions, check_options, require, way_to_run
 from lightning_ring.optim.engine.parameter_list import (
-    LOW_PRECISION,
     ParameterBatch,
     ParameterList,
     TensorKind,
     compute_dtype,
     lie_alike,
-    load_precisely,
     parameter_names,
+    signature,
 )
 from lightning_ring.optim.engine.rule import Rule
 from lightning_ring.optim.engine.sent_tables import SentTables
@@ -47,25 +46,23 @@ class TrustRatioOptimizer(Optimizer, Rule):
         skip_nonfinite: Where a gradient has a NaN or an infinity, leave all parameters and all
             state untouched, on all ranks alike, and count it in `skipped_steps`. Reads the norm of
             all gradients, which waits for the device.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, made at their first
-            step, and update that. (State is float32 for them in any case.)
+
+    Attributes:
+        skipped_steps: How many steps ``skip_nonfinite`` left out.
         norm_all_reduce: Where every parameter is this rank's slice (1-D, possibly empty) of a
             tensor that is spread over ranks: a function that sums a 1-D tensor over those ranks, in
             place (returning None) or returning the sum. Each step calls it once, with 2 *
             parameters elements (float64; float32 on devices without), and once before that, with 1
             element, where ``max_grad_norm`` or ``skip_nonfinite`` is set; also on a rank where no
             parameter has a gradient. Ranks hold slices of the same tensors in the same order. It
-            may be set later as an attribute; it is not part of ``state_dict()`` and of pickles.
-
-    Attributes:
-        skipped_steps: How many steps ``skip_nonfinite`` left out.
+            is not part of ``state_dict()`` and of pickles.
 
     Gradients are read and never written. ``state_dict()`` can be loaded at any dtype and device:
     state goes to the parameter's device, in float32 for bfloat16 and float16 parameters.
     """
 
     _parameter_list: ParameterList | None
-    _collected: CollectedParameters | None
+    _collected: tuple[list[Any], list[ParameterBatch]] | None
     _tables: SentTables
 
     def __init__(
@@ -73,10 +70,9 @@ class TrustRatioOptimizer(Optimizer, Rule):
         params: ParamsT,
         defaults: dict[str, Any],
         options: RunOptions,
-        norm_all_reduce: NormAllReduce | None = None,
     ) -> None:
         self.options = options
-        self.norm_all_reduce = norm_all_reduce
+        self.norm_all_reduce: NormAllReduce | None = None
         self._forget_caches()
         self.skipped_steps = 0
         super().__init__(params, defaults)
@@ -95,11 +91,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """
         return {name: group[name] for name in self.defaults}
 
-    def check_new_group(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` for an argument that only a schedule may set, and that a state dict
-        may therefore hold.
-        """
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
@@ -111,7 +102,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
         super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         try:
-            self.check_new_group(group)
             self._check(group)
             for name, param in zip(parameter_names([group]), group["params"], strict=True):
                 require(
@@ -150,12 +140,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
             listed = self._current_list()
         return listed.ratios.clone()
 
-    def named_trust_ratios(self) -> dict[str, float]:
-        """Last trust ratio by parameter name (or place); waits for the device, once."""
-        return dict(
-            zip(parameter_names(self.param_groups), self.trust_ratios.tolist(), strict=True)
-        )
-
     # -- the step
 
     # It does not gain from a compiler, and reads the tensors' memory.
@@ -188,55 +172,46 @@ class TrustRatioOptimizer(Optimizer, Rule):
             self._parameter_list = ParameterList(
                 self.param_groups, self.counts_steps, self.options.capturable, self._tables
             )
+            self._collected = None
         return self._parameter_list
 
     def _batches(self, listed: ParameterList) -> list[ParameterBatch]:
-        parts = (
-            self._collected.at_next_step(listed, self.state)
-            if self._collected is not None
-            else None
-        )
-        if parts is None:
+        """The parameters that have a gradient. To sort them costs the host more than the rest of a
+        fused step, so that the batches of the last step are used again if only the values and the
+        memory of tensors have changed.
+        """
+        if self._collected is None or self._collected[0] != signature(listed.params, self.state):
             parts = self._collect(listed)
-            is_flat = all(part.kind.flat for part in parts)
-            self._collected = CollectedParameters(listed, parts, self.state) if is_flat else None
-        return parts
+            self._collected = signature(listed.params, self.state), parts
+        grads: list[Any] = [param.grad for param in listed.params]
+        return [
+            replace(part, grads=[grads[position] for position in part.positions])
+            for part in self._collected[1]
+        ]
 
     def _collect(self, listed: ParameterList) -> list[ParameterBatch]:
-        """The parameters that have a gradient, grouped so that one launch can update each group."""
-        # The key has the fields of a `TensorKind`, and is cheaper to hash: once for every
-        # parameter.
-        parts: dict[tuple[Any, ...], ParameterBatch] = {}
+        """The parameters that have a gradient, grouped so that one launch can update each group;
+        without their gradients, as other code counts references to them.
+        """
+        parts: dict[TensorKind, ParameterBatch] = {}
         for position, param in enumerate(listed.params):
             grad = param.grad
             if grad is None:
                 continue
-            if grad.layout is not torch.strided:
+            if grad.layout is not torch.strided or grad.is_complex():
                 self._refuse_gradient(position, grad)
             states = self._states_of(listed, position, param)
-            weight = self.state[param]["master"] if self._has_master(param) else param
-            key = (
-                param.device,
-                param.dtype,
-                weight.dtype,
-                grad.dtype,
-                lie_alike((param, grad, weight, *states)),
+            kind = TensorKind(
+                device=param.device,
+                compute=compute_dtype(param),
+                weight=param.dtype,
+                grad=grad.dtype,
+                way=way_to_run(self.options, param.device, lie_alike((param, grad, *states))),
             )
-            part = parts.get(key)
-            if part is None:
-                if grad.is_complex():
-                    self._refuse_gradient(position, grad)
-                mirror = None if weight is param else param.dtype
-                kind = TensorKind(
-                    param.device, compute_dtype(param), weight.dtype, grad.dtype, mirror, key[-1]
-                )
-                part = parts[key] = ParameterBatch(kind)
+            part = parts.setdefault(kind, ParameterBatch(kind))
             part.positions.append(position)
-            part.weights.append(weight)
-            part.grads.append(grad)
+            part.weights.append(param)
             part.states.append(states)
-            if weight is not param:
-                part.mirrors.append(param)
         return list(parts.values())
 
     def _states_of(self, listed: ParameterList, position: int, param: Tensor) -> tuple[Tensor, ...]:
@@ -249,30 +224,18 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 state[name] = torch.zeros_like(
                     param, dtype=compute_dtype(param), memory_format=torch.preserve_format
                 )
-        if self._has_master(param) and "master" not in state:
-            state["master"] = param.detach().to(
-                torch.float32, memory_format=torch.preserve_format, copy=True
-            )
         if self.counts_steps and state.get("step") is not (view := listed.step_views[position]):
             if "step" in state:
                 view.copy_(torch.as_tensor(state["step"]))
             state["step"] = view
         return tuple([state[name] for name in self.state_names])
 
-    def _has_master(self, param: Tensor) -> bool:
-        return self.options.master_weights and param.dtype in LOW_PRECISION
-
     def _refuse_gradient(self, position: int, grad: Tensor) -> None:
         name = list(parameter_names(self.param_groups))[position]
-        found = "complex" if grad.is_complex() else f"sparse ({grad.layout})"
-        advice = (
-            "pass real parameters"
-            if grad.is_complex()
-            else "make it dense: sparse=False in nn.Embedding"
-        )
+        found = grad.dtype if grad.is_complex() else f"sparse ({grad.layout})"
         raise RuntimeError(
-            f"{type(self).__name__}: the gradient of {name} is {found}, expected "
-            f"dense floats; {advice}"
+            f"{type(self).__name__}: the gradient of {name} is {found}, expected dense real "
+            "floats; pass real parameters, and sparse=False to nn.Embedding"
         )
 
     # -- saving and loading
@@ -295,7 +258,32 @@ class TrustRatioOptimizer(Optimizer, Rule):
                     f"holds {error}. Start without that state, or go on with the optimizer that "
                     "saved it."
                 ) from None
-        load_precisely(self, state_dict, super().load_state_dict)
+        final: dict[str, Any] = {}  # as hooks of others leave it
+
+        def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            final.update(state_dict)
+
+        def restore(_: Optimizer) -> None:
+            """Put back what torch has rounded to the dtype of a parameter, in its layout."""
+            saved_ids = [i for group in final["param_groups"] for i in group["params"]]
+            params = [p for group in self.param_groups for p in group["params"]]
+            for saved_id, param in zip(saved_ids, params, strict=True):
+                for key, value in final["state"].get(saved_id, {}).items():
+                    if isinstance(value, Tensor) and key != "step":
+                        kept = torch.empty_like(
+                            param, dtype=compute_dtype(param), requires_grad=False
+                        )
+                        self.state[param][key] = kept.copy_(value)
+
+        handles = [
+            self.register_load_state_dict_pre_hook(remember),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {

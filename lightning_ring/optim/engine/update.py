@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_ring.optim.engine.fused import FusedRun
 from lightning_ring.optim.engine.multi_tensor import MultiTensorRun, grad_square_sum
-from lightning_ring.optim.engine.options import RunOptions, way_to_run
+from lightning_ring.optim.engine.options import RunOptions
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList
 from lightning_ring.optim.engine.rule import Rule, Scalars, step_numbers
 
@@ -34,37 +34,35 @@ def update(
     if options.max_grad_norm is not None or options.skip_nonfinite:
         squares = torch.zeros(1, dtype=listed.ratios.dtype, device=listed.device)
         for part in parts:
-            plain = way_to_run(options, part.kind) == "plain"
-            squares += grad_square_sum(part, plain).to(listed.device)
+            squares += grad_square_sum(part).to(listed.device)
         # Of all ranks together. It is finite where all gradients are.
         grad_norm = _reduce(squares, norm_all_reduce)[0].sqrt()
         if options.skip_nonfinite and not grad_norm.isfinite():
             return False
         if options.max_grad_norm is not None:
             clip = (grad_norm / options.max_grad_norm).clamp(min=1)
-    steps = [_PartOfStep(rule, hyperparameters, listed, part, options, clip) for part in parts]
-    if norm_all_reduce is None:
-        for step in steps:
-            step.ratios = step.run.step()
-    else:
-        _step_with_ranks(listed, steps, norm_all_reduce)
+    steps = [
+        _PartOfStep(rule, hyperparameters, listed, part, options.capturable, clip) for part in parts
+    ]
+    if norm_all_reduce is not None:
+        _sum_over_ranks(listed, steps, norm_all_reduce)
     for step in steps:
-        step.commit()
+        ratios = step.run.step() if norm_all_reduce is None else step.run.move()
+        step.commit(ratios)
     return True
 
 
-def _step_with_ranks(
+def _sum_over_ranks(
     listed: ParameterList, steps: list[_PartOfStep], norm_all_reduce: NormAllReduce
 ) -> None:
     sums = torch.zeros(2, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
     for step in steps:
         step.run.measure()
-        sums.index_copy_(1, step.places(listed.device), step.run.sums.to(sums.device, sums.dtype))
+        sums[:, step.places(listed.device)] = step.run.sums.to(sums)
     sums = _reduce(sums.view(-1), norm_all_reduce).view_as(sums)
     for step in steps:
-        found = sums.index_select(1, step.places(listed.device))
+        found = sums[:, step.places(listed.device)].contiguous()
         step.run.sums = found.to(step.run.sums)
-        step.ratios = step.run.move()
 
 
 class _PartOfStep:
@@ -76,53 +74,43 @@ class _PartOfStep:
         hyperparameters: list[dict[str, Any]],
         listed: ParameterList,
         part: ParameterBatch,
-        options: RunOptions,
+        capturable: bool,
         clip: Tensor | None,
     ) -> None:
         self._listed = listed
         self._positions = part.positions
-        self._is_whole = len(part.positions) == len(listed.params)
-        self._step = None if listed.steps is None else self._own(listed.steps) + 1
-        device, way = part.kind.device, way_to_run(options, part.kind)
+        steps, self._step = listed.steps, None
+        if steps is not None:
+            self._step = steps[self.places(steps.device)] + 1
+        device, is_fused = part.kind.device, part.kind.way == "fused"
         clip = None if clip is None else clip.to(device)
-        on_device = way == "fused" or clip is not None or options.capturable
+        on_device = is_fused or clip is not None or capturable
         place = device if on_device else torch.device("cpu")
         hyper = listed.hyper_table([list(group.values()) for group in hyperparameters], place)
-        groups = self._own(listed.groups_on(place))
+        groups = listed.groups_on(place, part.positions)
         self.run: FusedRun | MultiTensorRun
-        if way == "fused":
-            self.ratios = listed.ratios
-            if not self._is_whole or device != listed.device:
-                self.ratios = torch.empty(len(groups), dtype=torch.float64, device=device)
-            self.run = FusedRun(
-                rule, part, listed.tables, groups, hyper, self._step, clip, self.ratios
-            )
+        if is_fused:
+            ratios = listed.ratios[self.places(listed.device)].to(device)
+            self.run = FusedRun(rule, part, listed.tables, groups, hyper, self._step, clip, ratios)
         else:
             h = dict(zip(hyperparameters[0], hyper.index_select(0, groups).unbind(1), strict=True))
             numbers = step_numbers(rule, Scalars(**h), self._step, clip, device)
-            self.run = MultiTensorRun(rule, part, numbers, way == "plain")
+            self.run = MultiTensorRun(rule, part, numbers)
 
-    def places(self, device: torch.device) -> Tensor:
+    def places(self, device: torch.device) -> slice | Tensor:
         """Where these parameters stand in the list."""
+        if len(self._positions) == len(self._listed.params):
+            return slice(None)
         key = "places", device, tuple(self._positions)
         return self._listed.tables.get(key, None, device, lambda: torch.tensor(self._positions))
 
-    def _own(self, vector: Tensor) -> Tensor:
-        """The values of these parameters out of those of all."""
-        return vector if self._is_whole else vector.index_select(0, self.places(vector.device))
-
-    def commit(self) -> None:
-        """Write step counts and ratios."""
-        for target, values in (
-            (self._listed.steps, self._step),
-            (self._listed.ratios, self.ratios),
-        ):
-            if target is None or values is None or values is target:
-                continue
-            if self._is_whole:
-                target.copy_(values)
-            else:
-                target.index_copy_(0, self.places(target.device), values.to(target))
+    def commit(self, ratios: Tensor) -> None:
+        """Keep step counts and trust ratios."""
+        listed = self._listed
+        if listed.steps is not None and self._step is not None:
+            listed.steps[self.places(listed.steps.device)] = self._step
+        if ratios.data_ptr() != listed.ratios.data_ptr():  # else kernels have written them there
+            listed.ratios[self.places(listed.device)] = ratios.to(listed.ratios)
 
 
 def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:

@@ -91,7 +91,7 @@ def test_a_shard_that_is_written_anew_takes_those_after_it_along(source, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "file", ["shard.part", "sources.npz.part", "labels.npy.part", "manifest.json.part"]
+    "file", ["shard.part", "settings.json.part", "labels.npy.part", "manifest.json.part"]
 )
 def test_a_disk_that_fills_at_any_file_is_an_error_that_can_be_gone_on_from(
     source, packed, tmp_path, file, monkeypatch

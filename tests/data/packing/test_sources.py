@@ -3,16 +3,9 @@
 import pytest
 from torchvision.datasets import ImageFolder
 
-from lightning_ring.data.packing.sources import list_sources, load_sources, scan_folder
+from lightning_ring.data.packing.sources import list_sources, scan_folder
 from tests.data.photos import image_folder
 from tests.refusals import refused
-
-
-def listed(source, tmp_path, group_by_class=True):
-    state = tmp_path / "state"
-    state.mkdir()
-    list_sources(source, state, group_by_class)
-    return load_sources(state)
 
 
 def pairs(sources):
@@ -25,7 +18,7 @@ def test_a_folder_is_listed_as_image_folder_lists_it(tmp_path):
     (root / "class 1" / "more, é-" / "x.png").touch()
     (root / "class 1" / "more, é" / "deep").mkdir()
     (root / "class 1" / "more, é" / "deep" / "x.JPEG").touch()
-    sources = listed(root, tmp_path)
+    sources = list_sources(root, True)
     expected = ImageFolder(str(root))
     assert sources.classes == expected.classes
     assert pairs(sources) == expected.samples
@@ -33,11 +26,7 @@ def test_a_folder_is_listed_as_image_folder_lists_it(tmp_path):
 
 def test_by_default_classes_are_mixed_always_the_same_way(tmp_path):
     root = image_folder(tmp_path / "src")
-    (tmp_path / "again").mkdir()
-    mixed, again = (
-        pairs(listed(root, folder, group_by_class=False))
-        for folder in (tmp_path, tmp_path / "again")
-    )
+    mixed, again = (pairs(list_sources(root, group_by_class=False)) for _ in range(2))
     assert mixed == again
     assert sorted(mixed) == sorted(ImageFolder(str(root)).samples)
     assert len({label for _, label in mixed[:8]}) == 3
@@ -48,7 +37,7 @@ def test_everything_else_in_a_folder_is_reported(tmp_path):
     (root / "README.txt").touch()
     (root / "class 0" / "labels.xml").touch()
     (root / ".cache").mkdir()
-    sources = listed(root, tmp_path)
+    sources = list_sources(root, True)
     assert len(sources) == 2
     rows = sources.report.decode().splitlines()
     assert sources.left_out == len(rows) == 3
@@ -66,7 +55,7 @@ def test_a_csv_lists_paths_from_its_folder(tmp_path):
     file.write_text(
         '\ufeffid,Label,path\n1,dog,"a, b.jpg"\n2,cat,/there/c.gif\n\n', encoding="utf-8"
     )
-    sources = listed(file, tmp_path)
+    sources = list_sources(file, True)
     assert sources.classes == ["cat", "dog"]
     assert pairs(sources) == [("/there/c.gif", 0), (str(tmp_path / "x" / "a, b.jpg"), 1)]
 
@@ -74,13 +63,13 @@ def test_a_csv_lists_paths_from_its_folder(tmp_path):
 def test_numbers_as_labels_stay_what_they_are(tmp_path):
     file = tmp_path / "train.csv"
     file.write_text("path,label\n" + "".join(f"{i}.jpg,{i}\n" for i in range(12)))
-    assert [label for _, label in pairs(listed(file, tmp_path))] == list(range(12))
+    assert [label for _, label in pairs(list_sources(file, True))] == list(range(12))
 
 
-def test_rows_without_label_and_repeated_rows_are_reported_by_line(tmp_path):
+def test_rows_without_label_are_reported_by_line(tmp_path):
     file = tmp_path / "train.csv"
-    file.write_text("path,label\na.jpg,x\nb.jpg,\nc.jpg\n,x\na.jpg,x\nd.jpg,y\n")
-    sources = listed(file, tmp_path)
+    file.write_text("path,label\na.jpg,x\nb.jpg,\nc.jpg\n,x\nd.jpg,y\n")
+    sources = list_sources(file, True)
     assert [path for path, _ in pairs(sources)] == [
         str(tmp_path / "a.jpg"),
         str(tmp_path / "d.jpg"),
@@ -89,26 +78,23 @@ def test_rows_without_label_and_repeated_rows_are_reported_by_line(tmp_path):
         "left out,b.jpg,line 3 of train.csv has no label",
         "left out,c.jpg,line 4 of train.csv has no label",
         "left out,train.csv,line 5 of train.csv has no path",
-        "left out,a.jpg,line 6 of train.csv repeats line 2",
     ]
 
 
 def test_two_spellings_of_a_path_are_one_image(tmp_path):
     file = tmp_path / "train.csv"
-    file.write_text(
-        "path,label\n./a.jpg,x\na.jpg,x\nd/./b.jpg,y\nd//b.jpg,y\nd/../b.jpg,y\n/a.jpg,y\n"
-    )
-    sources = listed(file, tmp_path)
+    file.write_text("path,label\n./a.jpg,x\nd//b.jpg,y\nd/../b.jpg,y\n/a.jpg,y\n")
+    sources = list_sources(file, True)
     assert [sources.name(i) for i in range(len(sources))] == [
         "a.jpg",
         "d/b.jpg",
         "d/../b.jpg",
         "/a.jpg",
     ]
-    assert sources.report.decode().splitlines() == [
-        "left out,a.jpg,line 3 of train.csv repeats line 2",
-        "left out,d/b.jpg,line 5 of train.csv repeats line 4",
-    ]
+    with open(file, "a") as text:
+        text.write("d/./b.jpg,y\n")
+    with pytest.raises(ConfigurationError, match=r"lists 'd/b\.jpg' twice\. Give each image one"):
+        list_sources(file, True)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +105,12 @@ def test_two_spellings_of_a_path_are_one_image(tmp_path):
         ("path,label\n", "lists no image"),
         (
             "path,label\na.jpg,\n",
-            r"lists no image. .*CSV file .*\n  left out,a.jpg,line 2 of train.csv has no label",
+            r"lists no image. .*CSV file .*\nleft out,a.jpg,line 2 of train.csv has no label",
         ),
         (
             "path,label\na.jpg,x\nb.jpg,x\na.jpg,y\n",
-            "'a.jpg' two labels: 'x' in line 2, 'y' in line 4",
+            "lists 'a.jpg' twice",
         ),
-        ("path,label\n./a.jpg,x\na.jpg,y\n", "'a.jpg' two labels: 'x' in line 2, 'y' in line 3"),
         ("path,label\na.jpg,Cat\nb.jpg,cat\n", "two classes of one name, 'Cat' and 'cat'"),
         ("path,label\na.jpg,1\nb.jpg,01\n", "two classes of one name, '1' and '01'"),
         ("path,label\na.jpg,caf\u00e9\nb.jpg,cafe\u0301\n", "two classes of one name"),
@@ -135,4 +120,4 @@ def test_what_cannot_be_listed_says_why(tmp_path, text, message):
     file = tmp_path / "train.csv"
     file.write_text(text, encoding="utf-8")
     with refused(message):
-        listed(file, tmp_path)
+        list_sources(file, True)
