@@ -19,8 +19,7 @@ import triton.language as tl
 
 COLUMNS = 11  # of ``numbers``
 _COLUMNS = tl.constexpr(COLUMNS)
-_LAMB_HYPER = tl.constexpr(7)
-_LARS_HYPER = tl.constexpr(9)
+_HYPER = tl.constexpr(9)
 
 
 @triton.jit
@@ -140,21 +139,21 @@ def _scale(maximize, clips):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _correction(beta, step):  # type: ignore[no-untyped-def]
-    return 1 - tl.exp2(step * tl.log2(beta))
+def _correction(is_corrected, beta, step):  # type: ignore[no-untyped-def]
+    return tl.where(is_corrected, 1 - tl.exp2(step * tl.log2(beta)), 1.0)
 
 
 @triton.jit
 def lamb_scalars(groups, hyper, steps, count, clips, numbers):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
-    h = hyper + tl.load(groups + row) * _LAMB_HYPER
-    lr, eps, decay = tl.load(h), tl.load(h + 1), tl.load(h + 2)
-    adapt, beta1, beta2 = tl.load(h + 4), tl.load(h + 5), tl.load(h + 6)
-    scale = _scale(tl.load(h + 3), clips)
+    h = hyper + tl.load(groups + row) * _HYPER
+    lr, eps, decay, is_corrected = tl.load(h), tl.load(h + 1), tl.load(h + 2), tl.load(h + 3) != 0
+    adapt, beta1, beta2 = tl.load(h + 5), tl.load(h + 6), tl.load(h + 7)
+    scale = _scale(tl.load(h + 4), clips)
     # plus 0, which widens a tensor and, under the interpreter, Python's number
     step = tl.zeros((), tl.float64) + (count if steps is None else tl.load(steps + row))
-    correction1 = _correction(beta1, step)
-    root_scale = correction1 / tl.sqrt(_correction(beta2, step))
+    correction1 = _correction(is_corrected, beta1, step)
+    root_scale = correction1 / tl.sqrt(_correction(is_corrected, beta2, step))
     n = numbers + row * _COLUMNS
     tl.store(n, beta1)
     tl.store(n + 1, beta2)
@@ -164,13 +163,14 @@ def lamb_scalars(groups, hyper, steps, count, clips, numbers):  # type: ignore[n
     tl.store(n + 5, correction1 * eps)
     tl.store(n + 6, decay)
     tl.store(n + 8, lr)
+    tl.store(n + 9, tl.load(h + 8))
     tl.store(n + 10, adapt)
 
 
 @triton.jit
 def lars_scalars(groups, hyper, steps, count, clips, numbers):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
-    h = hyper + tl.load(groups + row) * _LARS_HYPER
+    h = hyper + tl.load(groups + row) * _HYPER
     lr, momentum, is_nesterov = tl.load(h), tl.load(h + 1), tl.load(h + 2) != 0
     is_inside = tl.load(h + 8) != 0
     outer = tl.where(is_inside, 1.0, lr)
@@ -201,7 +201,8 @@ def _ratio(ratio, w_norm, norm, n):  # type: ignore[no-untyped-def]
 def lamb_rates(sums, numbers, ratios, num_rows):  # type: ignore[no-untyped-def]
     n = numbers + tl.program_id(0) * _COLUMNS
     w_norm, norm = _norms(sums, num_rows)
-    ratio = _ratio(w_norm / norm, w_norm, norm, n)
+    ratio = tl.minimum(w_norm / norm, tl.load(n + 9), propagate_nan=tl.PropagateNan.ALL)
+    ratio = _ratio(ratio, w_norm, norm, n)
     tl.store(n + 7, tl.load(n + 8) * ratio)
     tl.store(ratios + tl.program_id(0), ratio)
 
