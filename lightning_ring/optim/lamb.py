@@ -43,7 +43,7 @@ class LAMB(TrustRatioOptimizer):
         max_grad_norm: Divide all gradients by ``max(norm / max_grad_norm, 1)``, where ``norm`` is
             the norm over all groups together (NVIDIA's LAMB); None for no clipping. The gradients
             themselves are not changed.
-        foreach, fused, capturable, skip_nonfinite: See `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite, master_weights: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -75,6 +75,7 @@ class LAMB(TrustRatioOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -88,7 +89,9 @@ class LAMB(TrustRatioOptimizer):
         }
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, above=0)
-        options = RunOptions(foreach, fused, capturable, skip_nonfinite, max_grad_norm)
+        options = RunOptions(
+            foreach, fused, capturable, skip_nonfinite, master_weights, max_grad_norm
+        )
         super().__init__(params, defaults, options)
 
     @staticmethod

@@ -78,6 +78,24 @@ def test_dtypes(optimizer_class, way, dtype):
 
 @every_optimizer
 @every_way
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_master_weights_keep_what_rounding_would_lose(optimizer_class, way, dtype):
+    params = random_params(dtype=dtype)
+    expected = reference(optimizer_class, params, 20)
+    optimizer = make(optimizer_class, params, way, master_weights=True)
+    take_steps(optimizer, params, 20)
+    for param, other in zip(params, expected, strict=True):
+        master = optimizer.state[param]["master"]
+        assert master.dtype == torch.float32
+        assert relative_difference(master, other) < 2e-6
+        if INTERPRETED:
+            assert relative_difference(param, master) < 8e-3
+        else:
+            assert torch.equal(param, master.to(dtype))
+
+
+@every_optimizer
+@every_way
 def test_large_tensors_are_cut_into_pieces_without_seams(optimizer_class, way):
     params = random_params(shapes=[(300_001,), (500, 7), (257, 1025)], dtype=torch.float64)
     expected = reference(optimizer_class, params, 3, weight_decay=0.01)

@@ -39,8 +39,9 @@ def continued(optimizer, params, others, other):
 @every_optimizer
 @every_way
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_round_trip_goes_on_bit_for_bit(optimizer_class, way, dtype):
-    options = way | {"lr": 0.1}
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_round_trip_goes_on_bit_for_bit(optimizer_class, way, dtype, master_weights):
+    options = way | {"master_weights": master_weights, "lr": 0.1}
     params, others = random_params(dtype=dtype), random_params(seed=1, dtype=dtype)
     optimizer, other = optimizer_class(params, **options), optimizer_class(others, **options)
     take_steps(optimizer, params, 0, 3)
