@@ -36,12 +36,14 @@ class LAMB(TrustRatioOptimizer):
         betas: Decay of the first and second moment, each in [0, 1).
         eps: At least 0, added to the root of the second moment.
         weight_decay: At least 0.
+        bias_correction: False for the paper's version 3, which divides by no 1 - betaᵗ.
+        trust_clip: Upper bound of the ratio, above 0; None for no bound.
         maximize: Step up the gradient instead of down.
         adapt: False for Adam with decoupled weight decay: no trust ratio.
         max_grad_norm: Divide all gradients by ``max(norm / max_grad_norm, 1)``, where ``norm`` is
             the norm over all groups together (NVIDIA's LAMB); None for no clipping. The gradients
             themselves are not changed.
-        foreach, fused, capturable, skip_nonfinite: See `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite, master_weights: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -63,6 +65,8 @@ class LAMB(TrustRatioOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
+        bias_correction: bool = True,
+        trust_clip: float | None = None,
         maximize: bool = False,
         adapt: bool = True,
         *,
@@ -71,18 +75,23 @@ class LAMB(TrustRatioOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "trust_clip": trust_clip,
             "maximize": maximize,
             "adapt": adapt,
         }
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, above=0)
-        options = RunOptions(foreach, fused, capturable, skip_nonfinite, max_grad_norm)
+        options = RunOptions(
+            foreach, fused, capturable, skip_nonfinite, master_weights, max_grad_norm
+        )
         super().__init__(params, defaults, options)
 
     @staticmethod
@@ -97,17 +106,22 @@ class LAMB(TrustRatioOptimizer):
             require_number(f"betas[{i}]", beta, low=0, below=1)
         require_number("eps", group["eps"], low=0)
         require_number("weight_decay", group["weight_decay"], low=0)
+        if group["trust_clip"] is not None:
+            require_number("trust_clip", group["trust_clip"], above=0)
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         found = super().hyperparameters(group)
-        beta1, beta2 = found.pop("betas")
-        return found | {"beta1": beta1, "beta2": beta2}
+        (beta1, beta2), clip = found.pop("betas"), found.pop("trust_clip")
+        clip = float("inf") if clip is None else clip
+        return found | {"beta1": beta1, "beta2": beta2, "trust_clip": clip}
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
         assert step is not None
-        correction1 = 1 - h.beta1**step
-        correction2 = 1 - h.beta2**step
+        # 1 - beta ** inf = 1
+        correction_step = torch.where(h.bias_correction != 0, step, torch.inf)
+        correction1 = 1 - h.beta1**correction_step
+        correction2 = 1 - h.beta2**correction_step
         # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) * c1 / sqrt(c2) + c1 * eps): fewer sweeps
         # over memory.
         return Scalars(
@@ -119,14 +133,15 @@ class LAMB(TrustRatioOptimizer):
             floor=correction1 * h.eps,
             decay=h.weight_decay,
             lr=h.lr,
+            trust_clip=h.trust_clip,
             grad_scale=grad_scale,
             eps=h.eps,
-            step=step,
+            correction_step=correction_step,
         )
 
     @staticmethod
     def trust_ratio(w_norm: Tensor, norm: Tensor, h: Scalars) -> Tensor:
-        return w_norm / norm
+        return torch.minimum(w_norm / norm, h.trust_clip)
 
     @staticmethod
     def rates(ratio: Tensor, h: Scalars) -> Scalars:
@@ -164,7 +179,11 @@ class LAMB(TrustRatioOptimizer):
         x = torch._foreach_mul(w, h.decay)
         if abs(h.grad_scale) != 1:
             g = torch._foreach_mul(g, abs(h.grad_scale))
-        steps = h.step if isinstance(h.step, list) else [h.step] * len(w)
+        steps = (
+            h.correction_step
+            if isinstance(h.correction_step, list)
+            else [h.correction_step] * len(w)
+        )
         torch._fused_adam_(
             x,
             g,

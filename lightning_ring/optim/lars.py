@@ -40,7 +40,7 @@ class LARS(TrustRatioOptimizer):
             that Goyal et al. 2017 ask of momentum correction (arXiv:1706.02677, remark 3).
         maximize: Step up the gradient instead of down.
         adapt: False for plain SGD: no trust ratio.
-        foreach, fused, capturable, skip_nonfinite: See `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite, master_weights: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -72,6 +72,7 @@ class LARS(TrustRatioOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -84,7 +85,7 @@ class LARS(TrustRatioOptimizer):
             "maximize": maximize,
             "adapt": adapt,
         }
-        options = RunOptions(foreach, fused, capturable, skip_nonfinite)
+        options = RunOptions(foreach, fused, capturable, skip_nonfinite, master_weights)
         super().__init__(params, defaults, options)
 
     @staticmethod

@@ -31,10 +31,11 @@ class NumpyLARS:
 
 
 class NumpyLAMB:
-    def __init__(self, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01,
-                 maximize=False, adapt=True, max_grad_norm=None):  # fmt: skip
+    def __init__(self, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, bias_correction=True,
+                 trust_clip=None, maximize=False, adapt=True, max_grad_norm=None):  # fmt: skip
         self.lr, (self.b1, self.b2), self.eps, self.wd = lr, betas, eps, weight_decay
-        self.maximize, self.adapt, self.max_norm = maximize, adapt, max_grad_norm
+        self.correct, self.clip, self.maximize, self.adapt, self.max_norm = (
+            bias_correction, trust_clip, maximize, adapt, max_grad_norm)  # fmt: skip
         self.m, self.v, self.t = {}, {}, {}
 
     def step(self, weights, grads):
@@ -47,10 +48,13 @@ class NumpyLAMB:
             t = self.t[i] = self.t.get(i, 0) + 1
             m = self.m[i] = self.b1 * self.m.get(i, 0.0) + (1 - self.b1) * g
             v = self.v[i] = self.b2 * self.v.get(i, 0.0) + (1 - self.b2) * g**2
-            m, v = m / (1 - self.b1**t), v / (1 - self.b2**t)
+            if self.correct:
+                m, v = m / (1 - self.b1**t), v / (1 - self.b2**t)
             u = m / (np.sqrt(v) + self.eps) + self.wd * w
             w_norm, u_norm = np.sqrt((w * w).sum()), np.sqrt((u * u).sum())
             ratio = w_norm / u_norm if self.adapt and w_norm > 0 and u_norm > 0 else 1.0
+            if self.clip is not None and self.adapt and w_norm > 0 and u_norm > 0:
+                ratio = min(ratio, self.clip)
             weights[i] = w - self.lr * ratio * u
 
 

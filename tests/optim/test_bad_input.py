@@ -24,6 +24,7 @@ OUT_OF_RANGE = [
             "betas": [(1.0, 0.9), (-0.1, 0.9), (0.9, 1.0), (0.9,), 0.9, (0.9, NAN)],
             "eps": [-1e-8, NAN],
             "weight_decay": [-1e-4, NAN],
+            "trust_clip": [0.0, -1.0, NAN],
             "max_grad_norm": [0.0, -1.0, NAN],
         },
     }.items()

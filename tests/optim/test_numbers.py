@@ -31,8 +31,8 @@ def test_a_step_has_few_operations_beside_its_kernels(optimizer_class, capturabl
 
 GROUPS = {
     "LAMB": [
-        {"betas": (0.0, 0.99), "weight_decay": 0.0, "adapt": False},
-        {"eps": 1e-3, "maximize": True},
+        {"betas": (0.0, 0.99), "bias_correction": False, "weight_decay": 0.0, "adapt": False},
+        {"trust_clip": 0.5, "eps": 1e-3, "maximize": True},
     ],
     "LARS": [
         {"nesterov": True, "weight_decay": 0.0, "adapt": False},

@@ -37,9 +37,10 @@ SETTINGS = [
             "betas": (0.8, 0.95),
             "eps": 1e-3,
             "weight_decay": 0.0,
+            "bias_correction": False,
         },
     ),
-    (LAMB, {"lr": 0.01, "maximize": True}),
+    (LAMB, {"lr": 0.01, "trust_clip": 0.7, "maximize": True}),
     (LAMB, {"lr": 0.01, "max_grad_norm": 1.0}),
     (LAMB, {"lr": 0.01, "weight_decay": 0.1, "adapt": False}),
 ]

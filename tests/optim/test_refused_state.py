@@ -32,7 +32,7 @@ def test_the_state_of_another_optimizer_is_refused(cls, group):
 
 @pytest.mark.parametrize(
     ("cls", "name", "value"),
-    [bad for bad in OUT_OF_RANGE if bad[1] != "max_grad_norm"],
+    [bad for bad in OUT_OF_RANGE if bad[1] != "max_grad_norm"] + [(LAMB, "trust_clip", False)],
 )
 def test_arguments_out_of_range_in_a_state_dict_or_a_pickle(cls, name, value):
     optimizer = cls(random_params())

@@ -56,9 +56,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, to
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 
-def kind_of(weight, grad):
+def kind_of(weight, grad, mirror=None):
     compute = torch.float64 if weight == torch.float64 else torch.float32
-    return TensorKind(torch.device("cuda"), compute, weight, grad, way="fused")
+    return TensorKind(torch.device("cuda"), compute, weight, grad, mirror, way="fused")
 
 
 def steps_as_in_float64(optimizer_class, params, num_steps=2, **way):
@@ -142,20 +142,20 @@ def compiles(test):
 
 @compiles
 @pytest.mark.parametrize(
-    ("weight", "grad", "arch"),
+    ("weight", "grad", "mirror", "arch"),
     [
-        (torch.float32, torch.float32, 80),
-        (torch.bfloat16, torch.bfloat16, 90),
-        (torch.float32, torch.bfloat16, 90),
+        (torch.float32, torch.float32, None, 80),
+        (torch.bfloat16, torch.bfloat16, None, 90),
+        (torch.float32, torch.bfloat16, torch.bfloat16, 90),
     ],
     ids=str,
 )
 @every_optimizer
 def test_four_programs_fit_a_multiprocessor(
-    optimizer_class, weight, grad, arch, tmp_path, monkeypatch
+    optimizer_class, weight, grad, mirror, arch, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kind = kind_of(weight, grad)
+    kind = kind_of(weight, grad, mirror)
     for name, move in {"measure": False, "move": True}.items():
         constants = constants_of(optimizer_class, kind, move) | ({"sums": None} if move else {})
         for divisible in (False, True):

@@ -79,7 +79,7 @@ class FusedRun:
     def move(self) -> Tensor:
         self._launch("rates", self.sums, self._numbers, self._ratios, len(self._numbers))
         self._sweep(None)
-        torch.autograd.graph.increment_version(self._part.weights)
+        torch.autograd.graph.increment_version([*self._part.weights, *self._part.mirrors])
         return self._ratios
 
     def _launch(self, name: str, *arguments: Any) -> None:
@@ -125,7 +125,8 @@ def chunks_of(part: ParameterBatch, tables: SentTables) -> tuple[Tensor, Tensor]
 
 
 def pointers_of(part: ParameterBatch, tables: SentTables) -> Tensor:
-    """Addresses of weight, gradient and states, and 1 where all of them are multiples of 16.
+    """Addresses of weight, gradient, states (and mirror), and 1 where all of them are multiples of
+    16.
 
     Shape [parameters, tensors + 1].
     """
@@ -145,8 +146,15 @@ def constants_of(rule: type[Rule], kind: TensorKind, move: bool) -> dict[str, An
     loaded = [kind.weight, kind.grad]
     if move or rule.keeps_directions:
         loaded.append(kind.compute)  # of the states
-    types = {"WEIGHT": kind.weight, "GRAD": kind.grad, "COMPUTE": kind.compute}
-    return {name: getattr(kernels().tl, str(dtype)[6:]) for name, dtype in types.items()} | {
+    types = {
+        "WEIGHT": kind.weight,
+        "GRAD": kind.grad,
+        "COMPUTE": kind.compute,
+        "MIRROR": kind.mirror,
+    }
+    return {
+        name: dtype and getattr(kernels().tl, str(dtype)[6:]) for name, dtype in types.items()
+    } | {
         "LAMB": rule.kernels == "lamb",
         "MOVE": move,
         "CHUNK": CHUNK,

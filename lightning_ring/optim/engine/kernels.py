@@ -4,8 +4,8 @@ A step is five launches: the numbers of each parameter (`lamb_scalars`, `lars_sc
 measure, `add_up`, the trust ratios (`lamb_rates`, `lars_rates`), and `sweep` to move. They read
 
     chunks    int64    row, start and size of each chunk, shape [chunks, 3]
-    pointers  int64    a row for each parameter: the addresses of weight, gradient and states,
-                       and 1 where all of them are multiples of 16
+    pointers  int64    a row for each parameter: the addresses of weight, gradient, states and
+                       mirror, if there is one, and 1 where all of them are multiples of 16
     groups    int64    the group of each parameter
     hyper     float64  a row for each group: the values of `hyperparameters`, in their order
     numbers   float64  a row for each parameter: what `sweep` reads, then what the ratios need
@@ -19,14 +19,13 @@ import triton.language as tl
 
 COLUMNS = 11  # of ``numbers``
 _COLUMNS = tl.constexpr(COLUMNS)
-_LAMB_HYPER = tl.constexpr(7)
-_LARS_HYPER = tl.constexpr(9)
+_HYPER = tl.constexpr(9)
 
 
 @triton.jit
 def _element(  # type: ignore[no-untyped-def]
-    at_w, at_g, at_s, at_t, offsets, mask, a, b, c, d, e, f, decay, rate,
-    COMPUTE: tl.constexpr, LAMB: tl.constexpr, MOVE: tl.constexpr,
+    at_w, at_g, at_s, at_t, at_mirror, offsets, mask, a, b, c, d, e, f, decay, rate,
+    COMPUTE: tl.constexpr, LAMB: tl.constexpr, MOVE: tl.constexpr, MIRROR: tl.constexpr,
 ):  # fmt: skip
     """Squares of the weight and of the direction of its step, before it is moved."""
     # Triton's interpreter takes long for each function called here.
@@ -54,6 +53,8 @@ def _element(  # type: ignore[no-untyped-def]
             moved = w - ahead * v - beside * decayed
     if MOVE:
         tl.store(at_w + offsets, moved, mask)
+        if MIRROR is not None:
+            tl.store(at_mirror + offsets, moved, mask)
     if mask is not None:
         w, x = tl.where(mask, w, 0.0), tl.where(mask, x, 0.0)
     wide_w, wide_x = w.to(tl.float64), x.to(tl.float64)
@@ -68,7 +69,7 @@ def _address(pointers, column: tl.constexpr, TYPE: tl.constexpr):  # type: ignor
 @triton.jit
 def sweep(  # type: ignore[no-untyped-def]
     chunks, pointers, numbers, sums,
-    WEIGHT: tl.constexpr, GRAD: tl.constexpr, COMPUTE: tl.constexpr,
+    WEIGHT: tl.constexpr, GRAD: tl.constexpr, COMPUTE: tl.constexpr, MIRROR: tl.constexpr,
     LAMB: tl.constexpr, MOVE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move the weights of one chunk, or bring its state up to date and measure it."""
@@ -78,12 +79,13 @@ def sweep(  # type: ignore[no-untyped-def]
     # An int32, as CHUNK is: Triton wants both loops' variable to be of one type.
     size = tl.load(chunks + 3 * chunk + 2).to(tl.int32)
     STATES: tl.constexpr = 2 if LAMB else 1
-    TENSORS: tl.constexpr = 2 + STATES
+    TENSORS: tl.constexpr = 2 + STATES if MIRROR is None else 3 + STATES
     p = pointers + row * (TENSORS + 1)
     # The sum stands here, not in `_address`: of what a function returns, the hints below are lost.
     w, g = _address(p, 0, WEIGHT) + start, _address(p, 1, GRAD) + start
     s = _address(p, 2, COMPUTE) + start
     t = _address(p, 3, COMPUTE) + start if LAMB else s
+    mirror = w if MIRROR is None else _address(p, 2 + STATES, MIRROR) + start
     n = numbers + row * _COLUMNS
     a, b = tl.load(n).to(COMPUTE), tl.load(n + 1).to(COMPUTE)
     c, d = tl.load(n + 2).to(COMPUTE), tl.load(n + 3).to(COMPUTE)
@@ -94,11 +96,11 @@ def sweep(  # type: ignore[no-untyped-def]
     # be 16 bytes wide if the tensors of this parameter begin at such addresses.
     if (size == CHUNK) & (tl.load(p + TENSORS) == 1):
         a_w, a_g, a_s = tl.multiple_of(w, 16), tl.multiple_of(g, 16), tl.multiple_of(s, 16)
-        a_t = tl.multiple_of(t, 16)
+        a_t, a_mirror = tl.multiple_of(t, 16), tl.multiple_of(mirror, 16)
         for i in range(0, CHUNK, BLOCK):
             w_square, x_square = _element(
-                a_w, a_g, a_s, a_t, i + tl.arange(0, BLOCK), None,
-                a, b, c, d, e, f, decay, rate, COMPUTE, LAMB, MOVE,
+                a_w, a_g, a_s, a_t, a_mirror, i + tl.arange(0, BLOCK), None,
+                a, b, c, d, e, f, decay, rate, COMPUTE, LAMB, MOVE, MIRROR,
             )  # fmt: skip
             w_squares += w_square
             x_squares += x_square
@@ -106,8 +108,8 @@ def sweep(  # type: ignore[no-untyped-def]
         for i in range(0, size, BLOCK):
             offsets = i + tl.arange(0, BLOCK)
             w_square, x_square = _element(
-                w, g, s, t, offsets, offsets < size,
-                a, b, c, d, e, f, decay, rate, COMPUTE, LAMB, MOVE,
+                w, g, s, t, mirror, offsets, offsets < size,
+                a, b, c, d, e, f, decay, rate, COMPUTE, LAMB, MOVE, MIRROR,
             )  # fmt: skip
             w_squares += w_square
             x_squares += x_square
@@ -140,21 +142,21 @@ def _scale(maximize, clips):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _correction(beta, step):  # type: ignore[no-untyped-def]
-    return 1 - tl.exp2(step * tl.log2(beta))
+def _correction(is_corrected, beta, step):  # type: ignore[no-untyped-def]
+    return tl.where(is_corrected, 1 - tl.exp2(step * tl.log2(beta)), 1.0)
 
 
 @triton.jit
 def lamb_scalars(groups, hyper, steps, count, clips, numbers):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
-    h = hyper + tl.load(groups + row) * _LAMB_HYPER
-    lr, eps, decay = tl.load(h), tl.load(h + 1), tl.load(h + 2)
-    adapt, beta1, beta2 = tl.load(h + 4), tl.load(h + 5), tl.load(h + 6)
-    scale = _scale(tl.load(h + 3), clips)
+    h = hyper + tl.load(groups + row) * _HYPER
+    lr, eps, decay, is_corrected = tl.load(h), tl.load(h + 1), tl.load(h + 2), tl.load(h + 3) != 0
+    adapt, beta1, beta2 = tl.load(h + 5), tl.load(h + 6), tl.load(h + 7)
+    scale = _scale(tl.load(h + 4), clips)
     # plus 0, which widens a tensor and, under the interpreter, Python's number
     step = tl.zeros((), tl.float64) + (count if steps is None else tl.load(steps + row))
-    correction1 = _correction(beta1, step)
-    root_scale = correction1 / tl.sqrt(_correction(beta2, step))
+    correction1 = _correction(is_corrected, beta1, step)
+    root_scale = correction1 / tl.sqrt(_correction(is_corrected, beta2, step))
     n = numbers + row * _COLUMNS
     tl.store(n, beta1)
     tl.store(n + 1, beta2)
@@ -164,13 +166,14 @@ def lamb_scalars(groups, hyper, steps, count, clips, numbers):  # type: ignore[n
     tl.store(n + 5, correction1 * eps)
     tl.store(n + 6, decay)
     tl.store(n + 8, lr)
+    tl.store(n + 9, tl.load(h + 8))
     tl.store(n + 10, adapt)
 
 
 @triton.jit
 def lars_scalars(groups, hyper, steps, count, clips, numbers):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
-    h = hyper + tl.load(groups + row) * _LARS_HYPER
+    h = hyper + tl.load(groups + row) * _HYPER
     lr, momentum, is_nesterov = tl.load(h), tl.load(h + 1), tl.load(h + 2) != 0
     is_inside = tl.load(h + 8) != 0
     outer = tl.where(is_inside, 1.0, lr)
@@ -201,7 +204,8 @@ def _ratio(ratio, w_norm, norm, n):  # type: ignore[no-untyped-def]
 def lamb_rates(sums, numbers, ratios, num_rows):  # type: ignore[no-untyped-def]
     n = numbers + tl.program_id(0) * _COLUMNS
     w_norm, norm = _norms(sums, num_rows)
-    ratio = _ratio(w_norm / norm, w_norm, norm, n)
+    ratio = tl.minimum(w_norm / norm, tl.load(n + 9), propagate_nan=tl.PropagateNan.ALL)
+    ratio = _ratio(ratio, w_norm, norm, n)
     tl.store(n + 7, tl.load(n + 8) * ratio)
     tl.store(ratios + tl.program_id(0), ratio)
 

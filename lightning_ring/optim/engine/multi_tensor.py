@@ -36,21 +36,24 @@ class Piece:
     weights: Tensors
     grads: Tensors
     states: list[Tensors]
+    mirrors: Tensors
     directions: Tensors | None = None
 
     @classmethod
-    def of(cls, rows: list[int], columns: Sequence[Tensors]) -> Piece:
+    def of(cls, rows: list[int], columns: Sequence[Tensors], num_states: int) -> Piece:
         """Of the columns of a `ParameterBatch`."""
-        weights, grads, *states = columns
-        return cls(rows, weights, grads, states)
+        weights, grads, *rest = columns
+        mirrors = rest[num_states] if len(rest) > num_states else ()
+        return cls(rows, weights, grads, rest[:num_states], mirrors)
 
     def split(self, size: int) -> list[Piece]:
         """The same, cut into pieces of at most ``size`` elements if it is of one tensor."""
         if len(self.rows) > 1:
             return [self]
         columns = [self.weights, self.grads, *self.states]
+        columns += [self.mirrors] if self.mirrors else []
         parts = zip(*(column[0].split(size) for column in columns), strict=True)
-        return [Piece.of(self.rows, [[view] for view in part]) for part in parts]
+        return [Piece.of(self.rows, [[view] for view in part], len(self.states)) for part in parts]
 
 
 class MultiTensorRun:
@@ -137,6 +140,8 @@ class MultiTensorRun:
             if not self._by_torch or not self._torch_moves(piece, h):
                 for smaller in piece.split(CPU_PIECE) if self._sweeps else [piece]:
                     self._move(smaller, h)
+            if piece.mirrors:
+                torch._foreach_copy_(piece.mirrors, piece.weights)
             piece.directions = None
         return ratio
 
@@ -165,9 +170,9 @@ class MultiTensorRun:
         elements.
         """
         part = self._part
-        columns = part.columns()
+        columns, num_states = part.columns(), len(part.states[0])
         if self._plain:
-            return [Piece.of([i], [[c[i]] for c in columns]) for i in rows]
+            return [Piece.of([i], [[c[i]] for c in columns], num_states) for i in rows]
         size = together = CPU_PIECE
         if not self._on_cpu:
             size = max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
@@ -177,7 +182,7 @@ class MultiTensorRun:
         pieces = []
         for group in _together(rows, [weight.numel() for weight in part.weights], together):
             views = [[flat(column[row]) for row in group] for column in columns]
-            piece = Piece.of(group, views)
+            piece = Piece.of(group, views, num_states)
             is_large = piece.weights[0].numel() > together
             pieces += piece.split(size) if is_large else [piece]
         return pieces

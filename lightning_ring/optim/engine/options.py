@@ -59,6 +59,7 @@ class RunOptions:
     fused: bool | None = None
     capturable: bool = False
     skip_nonfinite: bool = False
+    master_weights: bool = False
     max_grad_norm: float | None = None
 
 

@@ -35,6 +35,7 @@ class TensorKind:
     compute: torch.dtype
     weight: torch.dtype
     grad: torch.dtype
+    mirror: torch.dtype | None
     way: str  # to run: `way_to_run`
 
 
@@ -42,7 +43,9 @@ class TensorKind:
 class ParameterBatch:
     """The parameters of one step that one launch can update.
 
-    ``positions`` are the parameters' places in the `ParameterList`.
+    ``weights`` are updated: the parameters, or their master copies in float32, which are then
+    rounded into ``mirrors`` (the parameters). ``positions`` are the parameters' places in the
+    `ParameterList`.
     """
 
     kind: TensorKind
@@ -50,11 +53,12 @@ class ParameterBatch:
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
+    mirrors: list[Tensor] = field(default_factory=list)
 
     def columns(self) -> list[list[Tensor]]:
-        """Weights, gradients, and each of the states."""
+        """Weights, gradients, each of the states, and mirrors if there are any."""
         states = [list(column) for column in zip(*self.states, strict=True)]
-        return [self.weights, self.grads, *states]
+        return [self.weights, self.grads, *states, *([self.mirrors] if self.mirrors else [])]
 
 
 class ParameterList:

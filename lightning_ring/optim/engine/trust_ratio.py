@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.engine.options import RunOptions, check_options, require, way_to_run
 from lightning_ring.optim.engine.parameter_list import (
+    LOW_PRECISION,
     ParameterBatch,
     ParameterList,
     TensorKind,
@@ -46,6 +47,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
         skip_nonfinite: Where a gradient has a NaN or an infinity, leave all parameters and all
             state untouched, on all ranks alike, and count it in `skipped_steps`. Reads the norm of
             all gradients, which waits for the device.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, made at their first
+            step, and update that. (State is float32 for them in any case.)
 
     Attributes:
         skipped_steps: How many steps ``skip_nonfinite`` left out.
@@ -201,17 +204,23 @@ class TrustRatioOptimizer(Optimizer, Rule):
             if grad.layout is not torch.strided or grad.is_complex():
                 self._refuse_gradient(position, grad)
             states = self._states_of(listed, position, param)
+            weight = self.state[param]["master"] if self._has_master(param) else param
             kind = TensorKind(
                 device=param.device,
                 compute=compute_dtype(param),
-                weight=param.dtype,
+                weight=weight.dtype,
                 grad=grad.dtype,
-                way=way_to_run(self.options, param.device, lie_alike((param, grad, *states))),
+                mirror=None if weight is param else param.dtype,
+                way=way_to_run(
+                    self.options, param.device, lie_alike((param, grad, weight, *states))
+                ),
             )
             part = parts.setdefault(kind, ParameterBatch(kind))
             part.positions.append(position)
-            part.weights.append(param)
+            part.weights.append(weight)
             part.states.append(states)
+            if weight is not param:
+                part.mirrors.append(param)
         return list(parts.values())
 
     def _states_of(self, listed: ParameterList, position: int, param: Tensor) -> tuple[Tensor, ...]:
@@ -224,11 +233,18 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 state[name] = torch.zeros_like(
                     param, dtype=compute_dtype(param), memory_format=torch.preserve_format
                 )
+        if self._has_master(param) and "master" not in state:
+            state["master"] = param.detach().to(
+                torch.float32, memory_format=torch.preserve_format, copy=True
+            )
         if self.counts_steps and state.get("step") is not (view := listed.step_views[position]):
             if "step" in state:
                 view.copy_(torch.as_tensor(state["step"]))
             state["step"] = view
         return tuple([state[name] for name in self.state_names])
+
+    def _has_master(self, param: Tensor) -> bool:
+        return self.options.master_weights and param.dtype in LOW_PRECISION
 
     def _refuse_gradient(self, position: int, grad: Tensor) -> None:
         name = list(parameter_names(self.param_groups))[position]
