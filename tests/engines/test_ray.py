@@ -63,8 +63,10 @@ def _loop(config: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
 
     folder = Path(config["folder"])
-    snapshot, node = "checkpoint_manager_snapshot.json", config["kill"] == "node"
-    callbacks: list[Any] = [RayTrainReportCallback(), KilledOnce(folder, snapshot, parent=node)]
+    snapshot, node = "checkpoint_manager_snapshot.json", config.get("kill") == "node"
+    callbacks: list[Any] = [RayTrainReportCallback()]
+    if config.get("kill"):
+        callbacks.append(KilledOnce(folder, snapshot, parent=node))
     checkpoint = get_checkpoint()
     start = None if checkpoint is None else f"{checkpoint.to_directory()}/checkpoint.ckpt"
     said = trained(
@@ -87,6 +89,12 @@ def test_a_killed_worker_starts_again_and_the_fit_has_the_bits_of_ddp(two_nodes,
     assert said[0]["steps"] == EPOCHS * 6
     of_ddp = weights_of_ddp(tmp_path / "ddp")
     assert [one["weights"] for one in said] == [of_ddp] * 2
+
+
+def test_three_workers_shard_their_optimizer(two_nodes, tmp_path):
+    said = fit(tmp_path, num_workers=3, strategy="ring_sharded")
+    assert [one["world_size"] for one in said] == [3, 3, 3]
+    assert all(one["weights"] == said[0]["weights"] for one in said)
 
 
 def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
