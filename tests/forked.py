@@ -60,6 +60,11 @@ def ranks():
     return {"PYTHONPATH": os.pathsep.join([FORKED_RANKS, clean_env()["PYTHONPATH"]])}
 
 
+def every():
+    """`ranks`, with which processes that are no ranks are forked too, and what they start."""
+    return ranks() | {fork_server.EVERY: "1"}
+
+
 def close():
     """End the servers that this process started, and ranks that are left."""
     for server in _servers:

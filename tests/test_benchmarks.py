@@ -16,6 +16,7 @@ from benchmarks.elastic.outlive_rank import DEADLY
 from benchmarks.gpu import GPU_TESTS, JPEG_TESTS
 from benchmarks.step import __main__ as step
 from benchmarks.turns import Conductor
+from tests import forked
 from tests.processes import ROOT, run, wait_for
 
 JOB = """
@@ -64,8 +65,8 @@ def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(job, t
 def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path):
     contenders = ("ddp", "ring:bucket_cap_mb=4", "ring_sharded")
     words = ["one_node", "--model", "tiny", "--steps", "2", "--rounds", "2", "--contenders"]
-    command = [sys.executable, "-m", "benchmarks.step", *words, *contenders]
-    result = run([*command, "--json", str(tmp_path / "out")])
+    command = [*forked.python(), "-m", "benchmarks.step", *words, *contenders]
+    result = run([*command, "--json", str(tmp_path / "out")], **forked.every())
     assert result.returncode == 0, result.stdout
     found = json.loads((tmp_path / "out").read_text())
     seconds, facts = found["seconds"], found["facts"]
@@ -96,7 +97,8 @@ def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted():
 @pytest.mark.ranks
 def test_a_rank_is_killed_and_the_next_step_is_timed():
     words = ["--contenders", "ring_elastic:gloo", "--ranks", "2", "--mib", "4", "--jobs", "1"]
-    result = run([sys.executable, "-m", "benchmarks.elastic.outlive", *words])
+    command = [*forked.python(), "-m", "benchmarks.elastic.outlive", *words]
+    result = run(command, **forked.every())
     assert result.returncode == 0, result.stdout
     assert re.search(
         r"\| ring_elastic:gloo \| \d+ ms \| (\d\.\d\d s \(largest \d\.\d\d\) \| ){2}0 \|",
@@ -107,7 +109,7 @@ def test_a_rank_is_killed_and_the_next_step_is_timed():
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line():
-    result = run([sys.executable, "-m", "benchmarks.gpu"])
+    result = run([*forked.python(), "-m", "benchmarks.gpu"])
     assert result.returncode == 77
     assert result.stdout == "no NVIDIA GPU that torch can use here: nothing was measured\n"
 
@@ -116,8 +118,8 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line():
 def test_the_gpu_benchmark_walks_its_way_on_the_cpu(tmp_path):
     pytest.importorskip("timm")
     words = ["--device", "cpu", "--tiny", "--stages", "ceilings", "steps", "bandwidth"]
-    command = [sys.executable, "-m", "benchmarks.gpu", *words, "--out", str(tmp_path)]
-    result = run(command, timeout=280)
+    command = [*forked.python(), "-m", "benchmarks.gpu", *words, "--out", str(tmp_path)]
+    result = run(command, timeout=280, **forked.every())
     assert result.returncode == 0, result.stdout
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     ended = {row["stage"]: row["exit"] for row in rows if "exit" in row}

@@ -163,39 +163,58 @@ def run_code(code, expected=0):
     return result.stdout.strip()
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "order",
-    [
-        "import lightning_ring, lightning.pytorch",
-        "import lightning, lightning_ring",
-        "import lightning_ring.integrations.lightning.strategy, lightning_ring",
-    ],
+# Each order of imports in a process of its own, forked once what takes longest is imported.
+FORKS = """
+import os, sys, torchmetrics, torch.utils.tensorboard
+assert not sys.modules.keys() & {"lightning", "pytorch_lightning", "lightning_ring", "mpi4py"}
+for code in sys.argv[1:]:
+    print("next", flush=True)
+    if not os.fork():
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+REGISTERED = (
+    "; import sys; from lightning.pytorch.strategies import StrategyRegistry as r; "
+    "assert 'ring' in r; assert 'mpi4py' not in sys.modules; assert "
+    "r.get('ring_sharded').options.algorithm.sharded; print(type(r.get('ring')).__name__, "
+    "lightning_ring.__all__)"
 )
-def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(order):
-    code = (
-        f"{order}; import sys; from lightning.pytorch.strategies import StrategyRegistry as r; "
-        "assert 'ring' in r; assert 'mpi4py' not in sys.modules; assert "
-        "r.get('ring_sharded').options.algorithm.sharded; print(type(r.get('ring')).__name__, "
-        "lightning_ring.__all__)"
-    )
-    names = ["ElasticStrategy", "RingError", "RingFabricStrategy", "RingStrategy", "distribute"]
-    assert run_code(code) == f"RingStrategy {names}"
+OTHER = "; pytorch_lightning.Trainer(strategy='ring', accelerator='cpu')"
 
 
 @pytest.mark.ranks
-def test_importing_a_strategy_loads_what_a_rank_trains_with_and_nothing_else():
-    code = (
+def test_imports_in_any_order():
+    codes = (
+        "import lightning_ring, lightning.pytorch" + REGISTERED,
+        "import lightning, lightning_ring" + REGISTERED,
+        "from lightning_ring.integrations.lightning.strategy import RingStrategy as R; "
+        "print(R.strategy_name)",
         "import sys; from lightning_ring import RingStrategy; "
-        "print(*(name for name in sys.modules if name.startswith('lightning_ring.')))"
+        "print(*(name for name in sys.modules if name.startswith('lightning_ring.')))",
+        "import lightning_ring, pytorch_lightning" + OTHER,
+        "import pytorch_lightning, lightning_ring" + OTHER,
     )
-    loaded = run_code(code).split()
+    done = run([sys.executable, "-c", FORKS, *codes])
+    assert done.returncode == 0, done.stdout
+    *registered, itself, loaded, ring_first, other_first = done.stdout.split("next\n")[1:]
+    names = ["ElasticStrategy", "RingError", "RingFabricStrategy", "RingStrategy", "distribute"]
+    assert registered == [f"RingStrategy {names}\n"] * 2
+    assert itself == "ring\n"
+    # what a rank trains with, and nothing else
+    loaded = loaded.split()
+    assert "lightning_ring.integrations.lightning.strategy" in loaded
     others = {*("cli", "data", "elastic", "horovod", "launch", "loops", "monitor")}
     others |= {"optim", "tools"}
     assert not {name for name in loaded if name.split(".")[1] in others}
     for path in ("integrations.lightning.elastic", "algorithms.sharded", "algorithms.local"):
         assert f"lightning_ring.{path}" not in loaded
     assert len(loaded) <= 120
+    for said in (ring_first, other_first):
+        assert (
+            "ConfigurationError: Trainer(strategy='ring') of pytorch_lightning was called" in said
+        )
 
 
 @pytest.mark.ranks
@@ -217,16 +236,6 @@ def test_packing_needs_no_torch_and_what_the_data_room_names_is_there():
         "print(all(getattr(d, name).__name__ == name for name in d.__all__), hasattr(d, 'Nothing'))"
     )
     assert run_code(code) == "True False"
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "order", ["lightning_ring, pytorch_lightning", "pytorch_lightning, lightning_ring"]
-)
-def test_the_trainer_of_the_other_package_says_which_package_to_use(order):
-    code = f"import {order}; pytorch_lightning.Trainer(strategy='ring', accelerator='cpu')"
-    told = "ConfigurationError: Trainer(strategy='ring') of pytorch_lightning was called"
-    assert told in run_code(code, expected=1)
 
 
 if __name__ == "__main__":

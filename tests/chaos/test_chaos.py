@@ -2,10 +2,10 @@
 for."""
 
 import json
-import sys
 
 import pytest
 
+from tests import forked
 from tests.chaos.checks import check_samples, check_steps
 from tests.chaos.plan import BATCH, SAMPLES, Plan, draw
 from tests.processes import run
@@ -16,7 +16,7 @@ SEED, FAULTS = 9012, 4
 @pytest.mark.ranks
 def test_fits_with_planted_faults_lose_nothing():
     """One hundred: ``python -m tests.chaos --faults 100``."""
-    command = [sys.executable, "-m", "tests.chaos", "--seed", str(SEED), "--faults", str(FAULTS)]
+    command = [*forked.python(), "-m", "tests.chaos", "--seed", str(SEED), "--faults", str(FAULTS)]
     done = run(command)
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["faults"] >= FAULTS

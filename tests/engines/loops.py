@@ -1,15 +1,25 @@
-"""Training loops that the tests of this folder have an engine run, and data for them."""
+"""Training loops that the tests of this folder have an engine run, and data for them.
 
+``python -m tests.engines.loops FILE`` writes what they are compared with: `trained` on two ranks
+of Lightning's own strategy.
+"""
+
+import json
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ring  # noqa: F401  # registers the strategies
 from lightning_ring.job.job import current_job
+from tests import forked
+from tests.processes import run
 
 EPOCHS = 3
 
@@ -63,6 +73,13 @@ def trained(strategy, ckpt_path=None, **options):
     }
 
 
+def weights_of_ddp(file):
+    """After the same fit on two ranks without an engine, which ``file`` is written for."""
+    done = run([*forked.python(), "-m", __name__, str(file)], **forked.ranks())
+    assert done.returncode == 0, done.stdout
+    return json.loads(file.read_text())
+
+
 class KilledOnce(L.Callback):
     """Kills rank 1 in the second epoch, or with ``parent`` the engine's process that started it,
     once the engine has written ``checkpoint`` (a file's name) into ``folder``. The file
@@ -84,3 +101,10 @@ class KilledOnce(L.Callback):
         killed.touch()
         os.kill(os.getppid() if self._parent else os.getpid(), signal.SIGKILL)
         time.sleep(60)  # the watch ends a rank whose parent has gone
+
+
+if __name__ == "__main__":
+    # named, else Lightning starts MPI to look for ranks
+    found = trained("ddp", devices=2, plugins=[LightningEnvironment()])
+    if found["rank"] == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found["weights"]))

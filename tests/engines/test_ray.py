@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.loops import EPOCHS, KilledOnce, trained
+from tests.engines.loops import EPOCHS, KilledOnce, trained, weights_of_ddp
 from tests.processes import ROOT
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lightning-ring[ray]'")
@@ -39,7 +39,7 @@ def fit(folder, num_workers=2, cpus=1, **config):
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    failures = FailureConfig(max_failures=1 if config.get("kill") else 0)
+    failures = FailureConfig(max_failures=1)
     TorchTrainer(
         _loop,
         train_loop_config={"folder": str(folder)} | config,
@@ -54,21 +54,19 @@ def fit(folder, num_workers=2, cpus=1, **config):
 
 
 def _loop(config):
-    """``strategy`` is "ring", "ring_sharded" or, for Ray's own, "ddp"; ``kill`` is "worker" or
-    "node", the process of Ray that stands for a node."""
+    """``kill`` is "worker" or "node", the process of Ray that stands for a node."""
     from ray.train import get_checkpoint, get_context
-    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback
+    from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
 
     folder = Path(config["folder"])
-    strategy = config.get("strategy", "ring")
-    callbacks = [RayTrainReportCallback()] if config.get("report") else []
+    snapshot, node = "checkpoint_manager_snapshot.json", config.get("kill") == "node"
+    callbacks = [RayTrainReportCallback()]
     if config.get("kill"):
-        snapshot, node = "checkpoint_manager_snapshot.json", config["kill"] == "node"
         callbacks.append(KilledOnce(folder, snapshot, parent=node))
     checkpoint = get_checkpoint()
     start = None if checkpoint is None else f"{checkpoint.to_directory()}/checkpoint.ckpt"
     said = trained(
-        RayDDPStrategy() if strategy == "ddp" else strategy,
+        config["strategy"],
         start,
         devices="auto",
         plugins=[RayLightningEnvironment()] if config.get("plugin") else [],
@@ -78,26 +76,21 @@ def _loop(config):
     (folder / f"rank{get_context().get_world_rank()}").write_text(json.dumps(said))
 
 
-def weights(said):
-    assert all(one["weights"] == said[0]["weights"] for one in said)
-    return said[0]["weights"]
-
-
 def test_a_killed_worker_starts_again_and_the_fit_has_the_bits_of_ddp(two_nodes, tmp_path):
-    said = fit(tmp_path / "ring", plugin=True, report=True, kill="worker")
+    said = fit(tmp_path / "ring", strategy="ring", plugin=True, kill="worker")
     assert (tmp_path / "ring" / "killed").exists()
     assert all(one["resumed"] for one in said)
     assert [one["rank"] for one in said] == [0, 1]
     assert len({one["node"] for one in said}) == 2
     assert said[0]["steps"] == EPOCHS * 6
-    of_ddp = fit(tmp_path / "ddp", strategy="ddp", plugin=True)
-    assert weights(said) == weights(of_ddp)
+    of_ddp = weights_of_ddp(tmp_path / "ddp")
+    assert [one["weights"] for one in said] == [of_ddp] * 2
 
 
 def test_three_workers_shard_their_optimizer(two_nodes, tmp_path):
-    said = fit(tmp_path, num_workers=3, strategy="ring_sharded", report=True)
+    said = fit(tmp_path, num_workers=3, strategy="ring_sharded")
     assert [one["world_size"] for one in said] == [3, 3, 3]
-    weights(said)
+    assert all(one["weights"] == said[0]["weights"] for one in said)
 
 
 def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
@@ -110,9 +103,7 @@ def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
 
 # the last one: it loses a node
 def test_an_elastic_fit_goes_on_without_a_lost_node(two_nodes, tmp_path):
-    said = fit(
-        tmp_path, num_workers=(1, 2), cpus=2, strategy="ring_sharded", report=True, kill="node"
-    )
+    said = fit(tmp_path, num_workers=(1, 2), cpus=2, strategy="ring_sharded", kill="node")
     assert (tmp_path / "killed").exists()
     assert [(one["rank"], one["world_size"], one["resumed"]) for one in said] == [(0, 1, True)]
     assert said[0]["steps"] == 6 + (EPOCHS - 1) * 12, "the first epoch on two workers"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.loops import weights_of_ddp
 from tests.processes import ROOT
 
 pytest.importorskip("pyspark", reason="Spark is not installed: pip install 'lightning-ring[spark]'")
@@ -56,15 +57,14 @@ def parquet(spark, tmp_path_factory):
     return folder
 
 
-def _fit(strategy, parquet):
+def _fit(parquet):
     """On each rank; Spark hands back what one of them returns."""
     from datasets import Dataset
 
     from lightning_ring.data import CenterCrop, HuggingFaceImages, ShuffledSampler, image_loader
     from tests.engines.loops import trained
 
-    # "auto" is one rank for Lightning's own strategies on a CPU
-    said = trained(strategy, devices=2 if strategy == "ddp" else "auto")
+    said = trained("ring", devices="auto")
     files = [str(file) for file in sorted(Path(parquet).glob("*.parquet"))]
     images = HuggingFaceImages(Dataset.from_parquet(files, cache_dir=f"{parquet}-{said['rank']}"))
     sampler = ShuffledSampler(len(images), rank=said["rank"], world_size=said["world_size"])
@@ -72,16 +72,13 @@ def _fit(strategy, parquet):
     return said | {"images": sum(len(pixels) for pixels, _ in batches)}
 
 
-def test_a_fit_has_the_bits_of_ddp_on_one_host_and_in_a_barrier(spark, parquet):
+def test_a_fit_has_the_bits_of_ddp_on_one_host_and_in_a_barrier(spark, parquet, tmp_path):
     from pyspark.ml.torch.distributor import TorchDistributor
 
-    def run(strategy, local_mode):
+    of_ddp = weights_of_ddp(tmp_path / "ddp")
+    for local_mode in (False, True):
         distributor = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
-        return distributor.run(_fit, strategy, str(parquet))
-
-    by_ring = [run("ring", local_mode) for local_mode in (False, True)]
-    of_ddp = run("ddp", local_mode=True)
-    for said in by_ring:
+        said = distributor.run(_fit, str(parquet))
         assert (said["world_size"], said["source"]) == (2, "torchrun")
         assert said["images"] == IMAGES // 2
-        assert said["weights"] == of_ddp["weights"]
+        assert said["weights"] == of_ddp

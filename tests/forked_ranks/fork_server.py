@@ -30,6 +30,7 @@ IMPORTS = (
     "torchvision.transforms.v2",
     "torch.utils.tensorboard",
     "numpy.random",
+    "omegaconf",  # which Lightning imports to save hyperparameters
 )
 # Read once when Python, the loader or a library starts: a rank with other values is started anew.
 READ_AT_START = (
@@ -48,6 +49,7 @@ READ_AT_START = (
 READ_LATER = ("KMP_DUPLICATE_", "KMP_INIT_", "LIGHTNING_RING_", "PYTORCH_NVML_", "TORCHELASTIC_")
 READ_LATER += ("TORCHINDUCTOR_", "TORCH_NCCL_")
 ENTERED = ("net", "uts", "mnt")  # namespaces: those of a made-up host (`tests/hosts.py`)
+EVERY = "TESTS_FORK_EVERY"  # where it is set, all processes are forked, not ranks alone
 OPTIONS = ("-B", "-u", "-W")  # of Python, that a forked rank heeds
 
 
@@ -57,9 +59,8 @@ def of_start(env):
         for name in env
         if name.startswith(READ_AT_START) and not name.startswith(READ_LATER)
     }
-    if "PYTHONPATH" in found:
-        found["PYTHONPATH"] = without_forked_ranks(found["PYTHONPATH"])
-    return found
+    path = without_forked_ranks(found.pop("PYTHONPATH", ""))
+    return found, set(path.split(os.pathsep))
 
 
 def without_forked_ranks(path):
@@ -276,13 +277,14 @@ def ask_for_rank(arguments):
 
 def become_a_rank_if_it_is_one():
     """In a Python that starts with `FORKED_RANKS` on its path. What it starts in turn is not
-    forked.
+    forked, except with `EVERY`.
     """
     options, rest = options_of(sys.orig_argv[1:])
-    own = {name for name in RANKS if name in os.environ}
+    own = {name for name in (*RANKS, EVERY) if name in os.environ}
     if not own or not rest or (rest[0].startswith("-") and rest[0] != "-m"):
         return  # multiprocessing's children are `-c`
-    os.environ["PYTHONPATH"] = without_forked_ranks(os.environ["PYTHONPATH"])
+    if EVERY not in os.environ:
+        os.environ["PYTHONPATH"] = without_forked_ranks(os.environ["PYTHONPATH"])
     sys.path.remove(FORKED_RANKS)
     ask_for_rank([*options, *rest])
 

@@ -3,11 +3,11 @@
 """
 
 import ast
-import sys
 from collections import Counter
 
 import pytest
 
+from tests import forked
 from tests.fuzz.program import AXES, draw
 from tests.processes import run
 
@@ -35,7 +35,7 @@ def covering(among):
 @pytest.mark.timeout(SECONDS + 30)
 def test_strategies_agree():
     seeds = ",".join(map(str, covering(among=1000)))
-    result = run([sys.executable, "-m", "tests.fuzz", "--seeds", seeds], timeout=SECONDS)
+    result = run([*forked.python(), "-m", "tests.fuzz", "--seeds", seeds], timeout=SECONDS)
     assert result.returncode == 0, result.stdout
 
 

@@ -4,7 +4,6 @@ hosts, run once.
 
 import re
 import shlex
-import sys
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile, StepTimer
 from lightning_ring.tools.plan.inputs import read_profile, write_profile
+from tests import forked
 from tests.battery import check_names
 from tests.checks.slow_model import Slow, batches, weights
 from tests.hosts import why_not
@@ -115,8 +115,8 @@ def test_prediction_and_run_between_hosts_are_put_side_by_side(tmp_path):
     small = profile(*several(6, 0.03), forward=0.01, backward=0.03, optimizer=0.002)
     write_profile(small, tmp_path / "profile.json")
     words = ["--rates", "10gbit", "--hosts", "3", "--steps", "2", "--bench-seconds", "0.05"]
-    command = [sys.executable, "-m", "benchmarks.step.plan", *words]
-    result = run([*command, "--profile", str(tmp_path / "profile.json")])
+    command = [*forked.python(), "-m", "benchmarks.step.plan", *words]
+    result = run([*command, "--profile", str(tmp_path / "profile.json")], **forked.every())
     assert result.returncode == 0, result.stdout
     rows = re.findall(r"10gbit +3 +3 +(\w+), flat +([\d.]+) +([\d.]+)", result.stdout)
     assert [way for way, _, _ in rows] == list(WAYS)
