@@ -1,4 +1,4 @@
-"""More ranks than cores train right: 8 on two nodes, 12 on three. How fast is another question."""
+"""More ranks than cores train right: 8 on two nodes, 16 on four. How fast is another question."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.battery import check_names
 from tests.integrations.lightning.elastic import test_fit
 
 
-@pytest.mark.parametrize("world_size", [8, 12])
+@pytest.mark.parametrize("world_size", [8, 16])
 @pytest.mark.parametrize("check", check_names("tests.checks.many_ranks"))
 def test_many_ranks_equal_one_process(battery, world_size, check):
     battery("tests.checks.many_ranks", world_size, check, OMPI_MCA_mpi_yield_when_idle="1")
