@@ -157,8 +157,8 @@ sys.exit(pytest.main([*selection(), "--collect-only"], plugins=[Missing()]))
 
 
 def test_every_gpu_test_is_in_a_file_that_the_gpu_benchmark_names():
-    mark = "pytest.mark." + "gpu"
-    files = [path for path in (ROOT / "tests").rglob("*.py") if mark in path.read_text()]
+    mark = re.compile(r"^@on_" r"gpu$|^\s*@?pytest\.mark\." r"gpu\b", re.MULTILINE)
+    files = [path for path in (ROOT / "tests").rglob("*.py") if mark.search(path.read_text())]
     marked = {str(path.relative_to(ROOT)) for path in files}
     assert marked - {"tests/gpu/__init__.py"} == {*GPU_TESTS, *JPEG_TESTS} - {"tests/gpu"}
 

@@ -14,6 +14,9 @@ try:
 except ModuleNotFoundError:
     fcntl = None
 
+_WITHOUT_LIMIT = 65_536
+_WINDOWS = 2048  # its C runtime allows 8,192 at most, and 512 streams before that
+
 
 def require_posix(what: str) -> None:
     """Raises `ConfigurationError`: this is Windows."""
@@ -22,6 +25,16 @@ def require_posix(what: str) -> None:
             f"{what} needs Linux or macOS: it starts, signals and watches processes as Windows "
             "does not. lightning_ring.optim and lightning_ring.schedules work here."
         )
+
+
+def most_open_files() -> int:
+    """The number of files that this process may hold open."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return _WINDOWS
+    limit: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit if limit != resource.RLIM_INFINITY else _WITHOUT_LIMIT
 
 
 def require_open_files(number: int, what: str) -> None:

@@ -67,7 +67,7 @@ def test_what_is_not_finite_is_seen_in_the_average(bad):
 def test_products_are_not_rounded_to_tensorfloat_32():
     """As float32 ones are under `torch.set_float32_matmul_precision`."""
     factors = some_factors(4)
-    with Operations() as operations:
+    with Operations(arguments=True) as operations:
         orthonormal(factors, noise_for(factors))
     called = zip(operations.names, operations.calls, strict=True)
     products = [args[0] for name, (_, args) in called if name in ("bmm", "mm", "baddbmm")]
