@@ -275,7 +275,9 @@ class RingMonitor(Callback):
         bar = fit.run("numbers on the progress bar", {}, report.bar)
         # where `self.log(..., prog_bar=True)` ends up, for any bar to show; the property of that
         # name would compute the epoch's metrics, with collectives in which no other rank takes part
-        trainer._logger_connector._progress_bar_metrics.update(bar)  # type: ignore[arg-type]
+        shown: dict[str, Any] = trainer._logger_connector._progress_bar_metrics
+        shown.pop("slowest", None)  # where one rank is left, there is none
+        shown.update(bar)
 
 
 class _Fit(MonitorFailures):
