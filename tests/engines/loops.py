@@ -81,18 +81,19 @@ def weights_of_ddp(file):
 
 
 class KilledOnce(L.Callback):
-    """Kills rank 1 in the second epoch, or with ``parent`` the engine's process that started it,
+    """Kills ``rank`` in the second epoch, or with ``parent`` the engine's process that started it,
     once the engine has written ``checkpoint`` (a file's name) into ``folder``. The file
     ``folder/killed`` says that it has done so."""
 
-    def __init__(self, folder, checkpoint, *, parent=False):
+    def __init__(self, folder, checkpoint, *, rank=1, parent=False):
         self._folder = folder
+        self._rank = rank
         self._checkpoint = checkpoint
         self._parent = parent
 
     def on_train_batch_start(self, trainer, *_):
         killed = self._folder / "killed"
-        if trainer.global_rank != 1 or trainer.current_epoch != 1 or killed.exists():
+        if trainer.global_rank != self._rank or trainer.current_epoch != 1 or killed.exists():
             return
         late = time.monotonic() + 60
         while not list(self._folder.rglob(self._checkpoint)):

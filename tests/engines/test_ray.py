@@ -42,7 +42,7 @@ def fit(folder, num_workers=2, cpus=1, **config):
     failures = FailureConfig(max_failures=1)
     TorchTrainer(
         _loop,
-        train_loop_config={"folder": str(folder)} | config,
+        train_loop_config={"folder": str(folder), "home": _node()} | config,
         scaling_config=ScalingConfig(
             num_workers=num_workers,
             placement_strategy="SPREAD",
@@ -53,8 +53,14 @@ def fit(folder, num_workers=2, cpus=1, **config):
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*"))]
 
 
+def _node():
+    return ray.get_runtime_context().get_node_id()
+
+
 def _loop(config):
-    """``kill`` is "worker" or "node", the process of Ray that stands for a node."""
+    """``kill`` is "worker" or "node", the process of Ray that stands for a node: not of the
+    node ``home``, which the driver is connected to.
+    """
     from ray.train import get_checkpoint, get_context
     from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
 
@@ -62,7 +68,8 @@ def _loop(config):
     snapshot, node = "checkpoint_manager_snapshot.json", config.get("kill") == "node"
     callbacks = [RayTrainReportCallback()]
     if config.get("kill"):
-        callbacks.append(KilledOnce(folder, snapshot, parent=node))
+        away = get_context().get_world_rank() if _node() != config["home"] else None
+        callbacks.append(KilledOnce(folder, snapshot, rank=away if node else 1, parent=node))
     checkpoint = get_checkpoint()
     start = None if checkpoint is None else f"{checkpoint.to_directory()}/checkpoint.ckpt"
     said = trained(
@@ -72,7 +79,7 @@ def _loop(config):
         plugins=[RayLightningEnvironment()] if config.get("plugin") else [],
         callbacks=callbacks,
     )
-    said |= {"resumed": start is not None, "node": ray.get_runtime_context().get_node_id()}
+    said |= {"resumed": start is not None, "node": _node()}
     (folder / f"rank{get_context().get_world_rank()}").write_text(json.dumps(said))
 
 
