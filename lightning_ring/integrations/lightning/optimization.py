@@ -129,9 +129,10 @@ def _warn_of_none(rank: int) -> None:
 
 
 def check_algorithm(algorithm: Algorithm, trainer: pl.Trainer) -> None:
-    """
+    """Check that ``algorithm`` can train with the settings of ``trainer``.
+
     Raises:
-        ConfigurationError: ``algorithm`` cannot train with this loss scaler or this clipping.
+        ConfigurationError: It cannot train with this loss scaler or this clipping.
     """
     if algorithm.steps_alone:
         refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
