@@ -5,7 +5,10 @@ Ranks are threads.
 import math
 
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_ring.monitor import RingMonitor
 from lightning_ring.monitor.ring_report import LoggedStep, RankMemory, RankRow, RowExchange
 from lightning_ring.monitor.step_timeline import StepTimeline
 from lightning_ring.monitor.step_times import StepTimes
@@ -49,3 +52,18 @@ def test_a_rank_that_could_not_record_lets_the_others_end_their_files(tmp_path):
     run_ranks(2, record_and_stop)
     assert rank_file(path, 4).exists()
     assert not path.exists()
+
+
+class ShowsDeadRank(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 0:
+            trainer._logger_connector._progress_bar_metrics["slowest"] = "rank 1 +5 ms"
+
+
+def test_the_bar_of_the_last_rank_names_no_slowest_one():
+    trainer = quiet_trainer(
+        callbacks=[ShowsDeadRank(), RingMonitor()], log_every_n_steps=1, max_epochs=1
+    )
+    trainer.fit(BoringModel(), torch.ones(6, 32))
+    assert "data" in trainer.progress_bar_metrics
+    assert "slowest" not in trainer.progress_bar_metrics

@@ -220,6 +220,8 @@ def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(
     page = write_page([run])
     assert "ring/world_size" in words(page), "it changed"
     assert "PeerFailedError: &lt;b&gt;rank 3" in page
+    went_on = write_page([replace(run, fits=(run.fits[1], run.fits[0]))])
+    assert "went on below: ranks changed, or it was killed" in words(went_on)
 
 
 def test_a_damaged_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
