@@ -29,12 +29,7 @@ _ALIGNMENT_BYTES = 64  # a cache line: vector kernels are fast on aligned views
 _SHARD_ELEMENTS = 32  # 64 bytes of a 16-bit type, in which a bucket may travel, and 128 of float32
 _MIB = 2**20
 
-Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 Named = Sequence[tuple[str, Parameter]]
-
-
-def torch_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 class BucketMemory(NamedTuple):
@@ -83,7 +78,7 @@ class Bucket:
         self,
         names: Sequence[str],
         params: Sequence[Parameter],
-        empty: Empty = torch_empty,
+        empty: Callable[..., Tensor] = torch.empty,
         num_shards: int = 1,
     ) -> None:
         self.names = list(names)
@@ -119,7 +114,8 @@ class Bucket:
         self.gradients, self.flags = self.flat.split(sizes)
 
     def _lay_out(self, dtype: torch.dtype) -> BucketMemory:
-        return self._cut(self._empty(self._numel, dtype, self.params[0].device).zero_())
+        device = self.params[0].device
+        return self._cut(self._empty(self._numel, dtype=dtype, device=device).zero_())
 
     def _cut(self, flat: Tensor) -> BucketMemory:
         views = [

@@ -32,7 +32,7 @@ class BucketLayout:
         comm: Communicator,
         cap_mb: float,
         on_new_bucket: Callable[[Bucket], None],
-        on_replace: Callable[[], None] = lambda: None,
+        on_replace: Callable[[], None],
     ) -> None:
         self.settled = False
         self.buckets: list[Bucket] = []
