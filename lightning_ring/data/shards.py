@@ -41,7 +41,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property, lru_cache
 from io import FileIO
 from itertools import accumulate
@@ -105,10 +105,9 @@ class Manifest:
         """The same for two folders if and only if they hold the same images, labels, names and
         order.
         """
-        shards = [[shard.name, shard.bytes, shard.samples, shard.sha256] for shard in self.shards]
-        # times of files
+        # not the times of files
         files = {name: sha256 for name, sha256 in self.files.items() if not name.endswith(STAMPS)}
-        content = [VERSION, self.classes, shards, files]
+        content = [VERSION, self.classes, [astuple(shard) for shard in self.shards], files]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -174,7 +173,13 @@ def _read(root: Path, path: Path) -> Manifest:
     try:
         fields = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ShardError(f"{path} is not there. {_instead_of_manifest(root)}") from None
+        what_next = (
+            "Packing into this folder has not finished: run the same `lightning-ring pack` again, "
+            "it goes on."
+            if (root / ".packing").is_dir()
+            else "`lightning-ring pack SRC DST` makes a folder of packed shards from images."
+        )
+        raise ShardError(f"{path} is not there. {what_next}") from None
     except (ValueError, OSError, RecursionError) as error:
         raise ShardError(
             f"{path} cannot be read: {error}. Restore it, or pack the images again."
@@ -215,15 +220,6 @@ def _check_values(manifest: Manifest) -> None:
     index = (f"{manifest.index}/{name}" for name in INDEX_FILES)
     if missing := {REPORT, *index} - manifest.files.keys():
         raise KeyError(f"the checksum of {min(missing)}")
-
-
-def _instead_of_manifest(root: Path) -> str:
-    if (root / ".packing").is_dir():
-        return (
-            "Packing into this folder has not finished: run the same `lightning-ring pack` again, "
-            "it goes on."
-        )
-    return "`lightning-ring pack SRC DST` makes a folder of packed shards from images."
 
 
 def file_sha256(path: Path) -> str:
@@ -304,7 +300,6 @@ class ShardIndex:
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._root = root
         self._manifest = manifest
-        self._samples = manifest.samples
         self._starts = list(accumulate((shard.samples for shard in manifest.shards), initial=0))
         self.classes = manifest.classes
         self.labels = self.column("labels")
@@ -323,7 +318,7 @@ class ShardIndex:
         """
         values = self._mapped(f"{name}.npy", _map_array)
         dtype, width = COLUMNS[name]
-        shape = (self._samples, width)[: 1 + (width > 1)]
+        shape = (len(self), width)[: 1 + (width > 1)]
         if values.shape != shape or values.dtype != dtype:
             raise ShardError(
                 f"{self._path(name)}.npy holds {values.dtype} of shape {values.shape}, expected "
@@ -361,10 +356,10 @@ class ShardIndex:
             raise ShardError(f"{problem}. Restore it, or pack the images again.")
 
     def __len__(self) -> int:
-        return self._samples
+        return self._starts[-1]
 
     def place(self, i: SupportsIndex) -> ByteRange:
-        i = range(self._samples)[i]
+        i = range(len(self))[i]
         block, size, crc32 = self._places[i].tolist()
         shard = bisect_right(self._starts, i) - 1
         end = self._manifest.shards[shard].bytes
@@ -378,7 +373,7 @@ class ShardIndex:
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""
-        i = range(self._samples)[i]
+        i = range(len(self))[i]
         names, ends = self.names
         start = int(ends[i - 1]) + 1 if i else 0
         return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")

@@ -73,7 +73,8 @@ def part_of(crop: Crop, height: int, width: int, uniforms: Sequence[float]) -> t
         and box.width >= 2 * factor * columns
     ):
         factor *= 2
-    return Box(*(value // factor * factor for value in box[:4]), flip=box.flip), factor
+    top, left, height, width = (value // factor * factor for value in box[:4])
+    return Box(top, left, height, width, box.flip), factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +289,11 @@ def decode_into(
     Raises:
         ValueError, OSError: The image cannot be decoded, or has more than `MAX_PIXELS`.
     """
-    image, (top, left, height, width, flip) = _decode(data, crop, uniforms)
+    image, box, factor = _decode(data, crop, uniforms)
+    top, left, height, width = (value // factor for value in box[:4])
     part = image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2)
     pixels = torch.from_numpy(part)
-    if flip:
+    if box.flip:
         pixels = pixels.flip(-1)
     size = height_and_width(crop.size)
     out.copy_(interpolate(pixels, size, mode="bilinear", antialias=True))
@@ -299,7 +301,8 @@ def decode_into(
 
 def _decode(
     data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
-) -> tuple[npt.NDArray[np.uint8], Box]:
+) -> tuple[npt.NDArray[np.uint8], Box, int]:
+    """The image, of which every side may be smaller by the factor; and the part of the whole."""
     if isinstance(data, bytes) and data[:2] == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
@@ -313,8 +316,8 @@ def _decode(
                 min_factor=factor,
                 buffer=_scratch.room(height * width * 3),
             )
-            return image, Box(*(value // factor for value in box[:4]), flip=box.flip)
+            return image, box, factor
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
     image = data if isinstance(data, np.ndarray) else decode_rgb(data)
-    return image, part_of(crop, image.shape[0], image.shape[1], uniforms)[0]
+    return image, part_of(crop, image.shape[0], image.shape[1], uniforms)[0], 1

@@ -107,17 +107,17 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
     """
     hashes = array("q")  # 8 bytes a row, where a set of all paths would take some 200
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
-        reader = csv.reader(text)
+        reader = csv.DictReader(text, restval="")
         try:
-            columns = [cell.strip().lower() for cell in next(reader, [])]
+            columns = [cell.strip().lower() for cell in reader.fieldnames or []]
             if columns.count("path") != 1 or columns.count("label") != 1:
                 raise ConfigurationError(
                     f"{file} starts with the columns {columns}, expected path and label. Write "
                     "`path,label` as its first line; paths are relative to its folder, or "
                     "absolute."
                 )
-            for cells in filter(None, reader):
-                row = dict(zip(columns, [*cells, *[""] * len(columns)], strict=False))
+            reader.fieldnames = columns
+            for row in reader:
                 path, label = row["path"].strip(), row["label"].strip()
                 # `./a//b.jpg` and `a/b.jpg` are one path; `..` stays: after a link it leads
                 # elsewhere.
@@ -132,7 +132,7 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
                 yield LeftOut(path or file.name, reason)
         except csv.Error as error:
             raise ConfigurationError(
-                f"{file}, line {reader.line_num}, is not CSV: {error}."
+                f"{file}, line {reader.reader.line_num}, is not CSV: {error}."
             ) from None
     ascending = np.sort(np.frombuffer(hashes, np.int64))
     repeated = ascending[1:][ascending[1:] == ascending[:-1]]
@@ -141,24 +141,14 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
         raise ConfigurationError(f"{file} lists {name!r} twice. Give each image one row.")
 
 
-def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
-    """Classes in the order of their numbers: sorted as ImageFolder sorts them, or by value if all
-    are numbers.
-
-    So labels 0, 1, ..., 10 of a CSV stay what they are. Raises `ConfigurationError`: two names that
-    people read as one: "cat" and "Cat", "1" and "01", or one accent written in two ways.
-    """
-    names = list(names)
-    check_distinct(names, source)
-    return sorted(names, key=int if _are_numbers(names) else None)
-
-
-def _are_numbers(names: Sequence[str]) -> bool:
+def _are_numbers(names: Iterable[str]) -> bool:
     return all(name.isdecimal() and name.isascii() for name in names)
 
 
 def check_distinct(names: Sequence[str], source: Path) -> None:
-    """Raises `ConfigurationError`: two names are one to people."""
+    """Raises `ConfigurationError`: people read two names as one: "cat" and "Cat", "1" and "01", or
+    one accent written in two ways.
+    """
     numbers = _are_numbers(names)
     same: dict[str, str] = {}
     for name in names:
@@ -253,8 +243,9 @@ def list_sources(
     """The images of ``source``.
 
     Args:
-        classes: Their names in the order of their numbers; left out, ``first``, then the others by
-            `sorted_classes`.
+        classes: Their names in the order of their numbers; left out, ``first``, then the others:
+            sorted as ImageFolder sorts them, or by value if all are numbers, so that labels 0, 1,
+            ..., 10 of a CSV stay what they are.
 
     Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has
     no image, or its classes cannot be told apart, or are none of ``classes``.
@@ -277,8 +268,8 @@ def list_sources(
             f"file with a row for each image.\n{shown}"
         )
     if classes is None:
-        new = [name for name in numbers if name not in set(first)]
-        classes = [*first, *sorted_classes(new, source)]
+        new = numbers.keys() - first
+        classes = [*first, *sorted(new, key=int if _are_numbers(new) else None)]
         check_distinct(classes, source)
     labels = _class_numbers(numbers, classes, source)[np.frombuffer(met, np.int32)]
     order = np.argsort(labels, kind="stable")

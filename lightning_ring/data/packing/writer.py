@@ -20,14 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_ring.data.packing.image import PackedImage, PackSettings
-from lightning_ring.data.packing.sources import (
-    HEADER,
-    Sources,
-    report_row,
-)
+from lightning_ring.data.packing.sources import HEADER, Sources, report_row
 from lightning_ring.data.shards import (
     BLOCK,
     COLUMNS,
@@ -46,7 +41,7 @@ from lightning_ring.host.whole_file import sync_folder, whole_file, write_whole
 _END = bytes(2 * BLOCK)  # two empty blocks end a tar
 _TREATMENTS = ("copied", "shrunk", "turned", "converted", "not turned", "left out")
 
-Columns = dict[str, npt.NDArray[Any]]
+Columns = dict[str, Any]  # arrays
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
 
 
@@ -91,7 +86,7 @@ class ShardWriter:
 
     def __init__(self, file: BinaryIO, first: int) -> None:
         self._file = file
-        self._next = first
+        self._first = first
         self._sha256 = hashlib.sha256()
         self.bytes = 0
         # of each image: its label and its place among the sources, and in the index
@@ -109,12 +104,11 @@ class ShardWriter:
         return not self.samples or self.bytes + image_bytes + 3 * BLOCK + len(_END) <= most
 
     def add(self, image: PackedImage, label: int, position: int) -> None:
+        name = f"{self._first + self.samples:09d}"
         block, crc32 = self.bytes // BLOCK + 1, zlib.crc32(image.data)
         self.rows.append((label, position, block, len(image.data), crc32))
-        name = f"{self._next:09d}"
         self._member(f"{name}.{image.extension}", image.data)
         self._member(f"{name}.cls", str(label).encode())
-        self._next += 1
 
     def _member(self, name: str, data: bytes) -> None:
         header = tarfile.TarInfo(name)  # no time, no owner: they would change the checksum
@@ -150,12 +144,10 @@ class ShardRecord:
     columns: Columns
 
     def write(self, folder: Path) -> None:
-        head = [asdict(self.shard), self.next_position, self.counts]
-        texts = {"head": json.dumps(head).encode(), "report": self.report}
-        arrays: dict[str, Any] = dict(self.columns)
-        arrays |= {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+        head = json.dumps([asdict(self.shard), self.next_position, self.counts]).encode()
+        texts = [np.frombuffer(text, np.uint8) for text in (head, self.report)]
         with whole_file(folder / f"{self.shard.name}.npz") as file:
-            np.savez(file, **arrays)
+            np.savez(file, head=texts[0], report=texts[1], **self.columns)
 
 
 def read_record(path: Path) -> ShardRecord:

@@ -66,7 +66,7 @@ class PKSampler(OrderedSampler):
         self._groups = np.maximum(counts // k, 1)
         self.num_classes = len(counts)
         self.num_passes = max(1, round(int(counts.sum()) / (k * self.num_classes)))
-        if options.get("world_size") is not None:
+        if self._given:
             self._check_classes()
 
     @property

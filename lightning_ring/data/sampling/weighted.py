@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -160,13 +160,13 @@ class WeightedSampler(StridedSampler):
         every epoch.
         """
         shift = (0.5 + epoch * _GOLDEN) % 1.0
-        return cast(Ints, np.clip(np.ceil(self._pieces - shift), 0, self.length).astype(np.int64))
+        return np.clip(np.ceil(self._pieces - shift), 0, self.length).astype(np.int64)
 
     def _first_slots(self, first_points: Ints, residue: np.int64) -> Ints:
         """The same in one round, which has the points that leave ``residue`` when divided by the
         number of rounds.
         """
-        return cast(Ints, -((residue - first_points) // self.num_rounds))
+        return -((residue - first_points) // self.num_rounds)
 
     def _drawn(self, epoch: int) -> Ints:
         """How often each group was drawn before ``epoch``."""
@@ -212,7 +212,6 @@ class BalancedSampler(WeightedSampler):
         members, fingerprint = classes_of(labels)
         weights = members.counts.astype(np.float64) ** (1 - beta)
         super().__init__(members, weights, num_samples, fingerprint, **options)
-        self.beta = beta
         self.kind = f"balanced, beta={beta:g}, {self.length} draws"
 
 

@@ -27,7 +27,7 @@ class LanceImages:
 
     Attributes:
         labels: Class number of every image, int32.
-        classes: Names of the classes, if they are known.
+        classes: Names of the classes; None if they are not known.
         fingerprint: Equal for the same rows of the same version, also of a copy.
 
     Raises:
@@ -82,14 +82,11 @@ class LanceImages:
             kept = kept.fill_null(False)
             self._rows = np.flatnonzero(kept.to_numpy())
             table = table.filter(kept)
-        labels, names = numbered_column(table["label"], classes, f"{shown}: the column {label!r}")
-        self.labels = labels
-        if names is not None:
-            self.classes = names
+        what = f"{shown}: the column {label!r}"
+        self.labels, self.classes = numbered_column(table["label"], classes, what)
         files = [str(fragment.metadata.to_json()) for fragment in dataset.get_fragments()]
-        self.fingerprint = (
-            f"version {dataset.version}, {digest(files, image, self._rows, labels, names)}"
-        )
+        content = digest(files, image, self._rows, self.labels, self.classes)
+        self.fingerprint = f"version {dataset.version}, {content}"
 
     def __len__(self) -> int:
         return len(self.labels)

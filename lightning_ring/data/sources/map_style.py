@@ -32,7 +32,7 @@ class MapStyleImages:
 
     Attributes:
         labels: Class number of every image, int32.
-        classes: Names of the classes, if they are known.
+        classes: Names of the classes; None if they are not known.
         fingerprint: Equal for data sets of one class with equal labels in the same order.
 
     Raises:
@@ -65,10 +65,8 @@ class MapStyleImages:
                 "MapStyleImages(dataset, labels=[...]); of a Subset, [targets[i] for i in "
                 "subset.indices]."
             )
-        self.labels, names = numbered(labels, classes, f"labels of {kind}")
-        if names is not None:
-            self.classes = names
-        self.fingerprint = digest(kind, self.labels, names)
+        self.labels, self.classes = numbered(labels, classes, f"labels of {kind}")
+        self.fingerprint = digest(kind, self.labels, self.classes)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -35,7 +35,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Any]) -> None:
         if not sources:
             raise ConfigurationError("Mixture([]) was called, expected one set or more.")
-        named = [source for source in sources if hasattr(source, "classes")]
+        named = [source for source in sources if getattr(source, "classes", None)]
         if named and len(named) < len(sources):
             raise ConfigurationError(
                 f"{len(named)} of {len(sources)} sets name their classes, expected all or none: "
@@ -45,9 +45,7 @@ class Mixture:
         self.sizes = [len(source) for source in sources]
         self._ends = list(accumulate(self.sizes))
         self.classes = list(dict.fromkeys(name for source in named for name in source.classes))
-        self.labels: npt.NDArray[np.int32] = np.concatenate(
-            [self._labels(source) for source in sources]
-        )
+        self.labels = np.concatenate([self._labels(source) for source in sources])
         self.chunk = max(getattr(source, "chunk", 8) for source in sources)
         parts = [str(getattr(source, "fingerprint", len(source))) for source in sources]
         self.fingerprint = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
