@@ -56,8 +56,8 @@ def search(
     all_gather = all_gather or _alone
     sizes = row_counts(gallery, all_gather)
     k = min(k, sum(sizes))
-    similarities = queries.new_full((len(queries), 0), -torch.inf)
-    places = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
+    similarities = queries.new_empty(len(queries), 0)
+    places = queries.new_empty(len(queries), 0, dtype=torch.long)
     for start in range(0, max(sizes), BLOCK):
         rows = gallery[start : start + BLOCK]
         longest = min(BLOCK, max(sizes) - start)
@@ -148,7 +148,7 @@ class RetrievalMetrics:
 
     def as_dict(self) -> dict[str, float]:
         """For logging: ``{"R@1": ..., "R@10": ..., "MAP@R": ...}``."""
-        return {**{f"R@{k}": rate for k, rate in self.hit_rate.items()}, "MAP@R": self.map_at_r}
+        return {f"R@{k}": rate for k, rate in self.hit_rate.items()} | {"MAP@R": self.map_at_r}
 
 
 def retrieval_metrics(

@@ -13,6 +13,9 @@ from PIL import Image
 # Of one image, as Pillow has it: 512 MiB of RGB. A file of a few hundred bytes may say any size.
 MAX_PIXELS = 178_956_970
 
+Data = bytes | npt.NDArray[np.uint8]
+"""An encoded image, or its pixels: height x width x 3."""
+
 
 def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
     """Pixels of an encoded image, height x width x 3, uint8. JPEGs release the GIL while they are

@@ -77,9 +77,8 @@ class ShardDataset(Dataset[tuple[Any, int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither a copy of the index nor descriptors of this process travel to a spawned worker.
-        state = {
-            name: value for name, value in self.__dict__.items() if name not in ("_index", "_files")
-        }
+        state = self.__dict__.copy()
+        del state["_index"], state["_files"]
         if self.labels is self._index.labels:
             del state["labels"]
         return state

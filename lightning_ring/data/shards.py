@@ -57,7 +57,6 @@ from lightning_ring.host import most_open_files
 MANIFEST = "manifest.json"
 REPORT = "report.csv"
 FORMAT = "lightning_ring shards"
-STAMPS = "stamps.npy"
 VERSION = 3
 
 
@@ -106,7 +105,7 @@ class Manifest:
         order.
         """
         # not the times of files
-        files = {name: sha256 for name, sha256 in self.files.items() if not name.endswith(STAMPS)}
+        files = {name: sha for name, sha in self.files.items() if not name.endswith("stamps.npy")}
         content = [VERSION, self.classes, [astuple(shard) for shard in self.shards], files]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -122,7 +121,7 @@ class Manifest:
             "samples": self.samples,
             "fingerprint": self.fingerprint,
         }
-        return json.dumps(head | asdict(self), indent=1, ensure_ascii=True) + "\n"
+        return json.dumps(head | asdict(self), indent=1) + "\n"
 
 
 _OTHERS = {
@@ -259,15 +258,13 @@ def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
 
 BLOCK = 512
 NAMES = "names.txt"
-# dtype, and values a row
-COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
-    "labels": (np.dtype("<i4"), 1),
-    "places": (np.dtype("<u4"), 3),
-    "name_ends": (np.dtype("<i8"), 1),
-    "stamps": (np.dtype("<u8"), 1),
+# dtype and shape of a row
+COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "labels": ("int32", ()),
+    "places": ("uint32", (3,)),
+    "name_ends": ("int64", ()),
+    "stamps": ("uint64", ()),
 }
-
-
 INDEX_FILES = (NAMES, *(f"{column}.npy" for column in COLUMNS))
 
 
@@ -298,18 +295,12 @@ class ShardIndex:
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
-        self._root = root
+        self._folder = root / manifest.index
         self._manifest = manifest
         self._starts = list(accumulate((shard.samples for shard in manifest.shards), initial=0))
-        self.classes = manifest.classes
         self.labels = self.column("labels")
-        self._check("labels.npy")
+        self.check("labels.npy")
         self._places = self.column("places")
-
-    def check_all(self) -> None:
-        """Raises `ShardError`: a file of the index is not as it was written."""
-        for name in INDEX_FILES:
-            self._check(name)
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One array, mapped read-only.
@@ -317,11 +308,11 @@ class ShardIndex:
         Raises `ShardError`: the file is missing, is no such array, or has not one row an image.
         """
         values = self._mapped(f"{name}.npy", _map_array)
-        dtype, width = COLUMNS[name]
-        shape = (len(self), width)[: 1 + (width > 1)]
+        dtype, row = COLUMNS[name]
+        shape = len(self), *row
         if values.shape != shape or values.dtype != dtype:
             raise ShardError(
-                f"{self._path(name)}.npy holds {values.dtype} of shape {values.shape}, expected "
+                f"{self._folder / name}.npy holds {values.dtype} of shape {values.shape}, expected "
                 f"{dtype} of shape {shape}, one row for each image of the manifest. Restore it, or "
                 "pack the images again."
             )
@@ -332,15 +323,12 @@ class ShardIndex:
         """All names, a byte between any two, and where each of them ends."""
         ends = self.column("name_ends")
         names = self._mapped(NAMES, lambda path: np.memmap(path, np.uint8, "r"))
-        self._check("name_ends.npy")
-        self._check(NAMES)
+        self.check("name_ends.npy")
+        self.check(NAMES)
         return names, ends
 
-    def _path(self, name: str) -> Path:
-        return self._root / self._manifest.index / name
-
     def _mapped(self, name: str, load: Callable[[Path], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        path = self._path(name)
+        path = self._folder / name
         try:
             # A plain array over the same mapping: indexing a np.memmap costs several times as much.
             return load(path).view(np.ndarray)
@@ -350,9 +338,10 @@ class ShardIndex:
                 f"{path} cannot be mapped: {error}. Restore it, or pack the images again."
             ) from None
 
-    def _check(self, name: str) -> None:
+    def check(self, name: str) -> None:
+        """Raises `ShardError`: this file of the index is not as it was written."""
         sha256 = self._manifest.files[f"{self._manifest.index}/{name}"]
-        if problem := damage(self._path(name), sha256):
+        if problem := damage(self._folder / name, sha256):
             raise ShardError(f"{problem}. Restore it, or pack the images again.")
 
     def __len__(self) -> int:
@@ -366,7 +355,7 @@ class ShardIndex:
         # the CRC-32 of no bytes is 0: a page of zeros would pass for an image
         if not 0 < size <= end - block * BLOCK:
             raise ShardError(
-                f"{self._path('places.npy')} is damaged: image {i} has {size} bytes at "
+                f"{self._folder / 'places.npy'} is damaged: image {i} has {size} bytes at "
                 f"{block * BLOCK} in it, and its shard ends at {end}. Restore it."
             )
         return ByteRange(shard, block * BLOCK, size, crc32)

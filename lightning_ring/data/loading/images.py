@@ -9,13 +9,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from lightning_ring.data.decoding import Data
 from lightning_ring.data.loading.augment import SampleTransforms, Transform, transform_batch
 from lightning_ring.data.loading.loader import Loader, LoaderOptions, LoaderTimes, Samples
 from lightning_ring.data.loading.transforms import (
@@ -29,18 +31,14 @@ from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
 from lightning_ring.host.accelerator import gpu_module, is_gpu, send
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 log = logging.getLogger(__name__)
 
 _TRIED = 10  # images in the place of one, of its class and then of any
 
 
 OnError = Literal["raise", "skip"]
-Data = bytes | npt.NDArray[np.uint8]
-"""An encoded image, or its pixels: height x width x 3."""
 
+_UNREADABLE = (SampleError, ShardError, OSError)
 _CHUNK = 8
 _SPARE = 8  # when many batches are let go at once, the memory of the others is freed
 
@@ -180,26 +178,23 @@ class ImageBatches:
             for place, (index, data) in enumerate(zip(indices, encoded, strict=True), start=offset):
                 try:
                     self._decode(room, place, index, data)
-                except (SampleError, ShardError, OSError) as error:
+                except _UNREADABLE as error:
                     room.indices[place] = self._replace(room, place, index, error)
                     skipped += 1
                 if self.sample_transforms is not None:
-                    self._transform(self.sample_transforms, room, place)
+                    try:
+                        self.sample_transforms.run(room.memory[place], room.seeds[place])
+                    except SampleError as error:
+                        where = self.source.where(int(room.indices[place]))
+                        raise SampleError(f"{where}: {error}") from error
         transforming = perf_counter() - read
         return LoaderTimes(skipped=skipped, reading=read - began, transforming=transforming)
-
-    def _transform(self, transforms: SampleTransforms, room: _Room, place: int) -> None:
-        try:
-            transforms.run(room.memory[place], room.seeds[place])
-        except SampleError as error:
-            where = self.source.where(int(room.indices[place]))
-            raise SampleError(f"{where}: {error}") from error
 
     def _read(self, indices: list[int]) -> list[Data | Exception]:
         """Encoded images; where they may be skipped, the error of each that cannot be read."""
         try:
             return [*self.source.read_many(indices)]
-        except (SampleError, ShardError, OSError) as error:
+        except _UNREADABLE as error:
             self._raise_unless_skipped(error)
             return [error] if len(indices) == 1 else [self._read([index])[0] for index in indices]
 
@@ -228,13 +223,14 @@ class ImageBatches:
         self._skip(index, error)
         labels = self.source.labels
         of_class = np.flatnonzero(labels == labels[index])
-        after = np.roll(of_class, -np.searchsorted(of_class, index))[1 : _TRIED + 1].tolist()
+        after: list[int] = np.roll(of_class, -np.searchsorted(of_class, index)).tolist()
+        after = after[1 : _TRIED + 1]
         after += [(index + step) % len(labels) for step in range(1, _TRIED + 1)]
         for other in after:
             try:
                 self._decode(room, place, other, self._read([other])[0])
-                return int(other)
-            except (SampleError, ShardError, OSError) as failure:
+                return other
+            except _UNREADABLE as failure:
                 self._skip(other, failure)
         raise SampleError(
             f"{self.source.where(index)} cannot be read, nor can any image in its place: is the "
@@ -249,8 +245,11 @@ class ImageBatches:
         if not known:
             where = self.source.where(index)
             reason = str(error) if where in str(error) else f"{where}: {error}"
-            said = "skipped and replaced by another image (%d so far): %s"
-            log.warning("lightning_ring: " + said, len(self.skipped), reason)
+            log.warning(
+                "lightning_ring: skipped and replaced by another image (%d so far): %s",
+                len(self.skipped),
+                reason,
+            )
 
     # -- in the thread that takes batches, after
 

@@ -9,17 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 from torch.utils.data import default_collate
+from typing_extensions import Unpack
 
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError
 from lightning_ring.host.cores import available_cores
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(slots=True)
@@ -204,7 +202,7 @@ class Loader:
         try:
             yield from self._batches(pool, run)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
     def _run_from_here(self) -> _Run:
         sampler = self.sampler
@@ -356,13 +354,24 @@ class ItemBatches:
         return []
 
     def fill(self, room: list[Any], offset: int, samples: Samples) -> LoaderTimes:
-        began, indices = perf_counter(), samples.indices.tolist()
-        got = self._fetch(indices)
+        began, wanted = perf_counter(), samples.indices.tolist()
+        what, got = f"one of the samples {wanted}", []
+        try:
+            if hasattr(self.items, "__getitems__"):
+                got = list(self.items.__getitems__(wanted))
+            else:
+                for index in wanted:
+                    what = f"sample {index}"
+                    got.append(self.items[index])
+        except Exception as error:
+            raise SampleError(
+                f"{what} of {type(self.items).__name__} cannot be had: {error!r}"
+            ) from error
         fetched = perf_counter()
         try:
             room.append(self.collate(got))
         except Exception as error:
-            raise SampleError(f"samples {indices} make no batch: {error!r}") from error
+            raise SampleError(f"samples {wanted} make no batch: {error!r}") from error
         return LoaderTimes(transforming=fetched - began, collating=perf_counter() - fetched)
 
     def start(self, room: list[Any]) -> Any:
@@ -370,21 +379,6 @@ class ItemBatches:
 
     def finish(self, started: Any) -> Any:
         return started
-
-    def _fetch(self, indices: list[int]) -> list[Any]:
-        index: int | list[int] = indices
-        try:
-            if hasattr(self.items, "__getitems__"):
-                return list(self.items.__getitems__(indices))
-            got = []
-            for index in indices:
-                got.append(self.items[index])
-            return got
-        except Exception as error:
-            what = f"sample {index}" if isinstance(index, int) else f"one of the samples {index}"
-            raise SampleError(
-                f"{what} of {type(self.items).__name__} cannot be had: {error!r}"
-            ) from error
 
 
 def item_loader(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from lightning_ring.data.decoding import MAX_PIXELS, decode_rgb
+from lightning_ring.data.decoding import MAX_PIXELS, Data, decode_rgb
 from lightning_ring.errors import ConfigurationError
 
 _MAX_REDUCTION = 8
@@ -269,12 +269,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def decode_into(
-    out: Tensor,
-    data: bytes | npt.NDArray[np.uint8],
-    crop: Crop,
-    uniforms: Sequence[float],
-) -> None:
+def decode_into(out: Tensor, data: Data, crop: Crop, uniforms: Sequence[float]) -> None:
     """Decode the image ``data``, and resize the part that ``crop`` chooses into ``out``.
 
     The expensive work releases the GIL. Equal to torchvision's antialiased bilinear `resized_crop`
@@ -300,7 +295,7 @@ def decode_into(
 
 
 def _decode(
-    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
+    data: Data, crop: Crop, uniforms: Sequence[float]
 ) -> tuple[npt.NDArray[np.uint8], Box, int]:
     """The image, of which every side may be smaller by the factor; and the part of the whole."""
     if isinstance(data, bytes) and data[:2] == b"\xff\xd8":

@@ -55,9 +55,6 @@ class LeftOut(NamedTuple):
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-_EXTENSION = f"its extension is none of {' '.join(EXTENSIONS)}; a CSV can list it all the same"
-
-
 def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
     """Every image below a class folder, and everything else by name. Names are relative to
     ``folder``; links are followed.
@@ -81,7 +78,9 @@ def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
                     if file.lower().endswith(EXTENSIONS):
                         yield Found(name, entry.name)
                     else:
-                        yield LeftOut(name, _EXTENSION)
+                        known = " ".join(EXTENSIONS)
+                        reason = f"its extension is none of {known}; a CSV can list it all the same"
+                        yield LeftOut(name, reason)
 
 
 def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
@@ -127,9 +126,8 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
                     hashes.append(hash(path))
                     yield Found(path, label)
                     continue
-                missing = "label" if path else "path"
-                reason = f"line {reader.line_num} of {file.name} has no {missing}"
-                yield LeftOut(path or file.name, reason)
+                where = f"line {reader.line_num} of {file.name}"
+                yield LeftOut(path or file.name, f"{where} has no {'label' if path else 'path'}")
         except csv.Error as error:
             raise ConfigurationError(
                 f"{file}, line {reader.reader.line_num}, is not CSV: {error}."
@@ -180,9 +178,6 @@ def read_classes(file: Path) -> list[str]:
         ) from None
     check_distinct(classes, file)
     return list(classes)
-
-
-_SEED = 0  # of the one shuffle that mixes the classes
 
 
 @dataclass(frozen=True)
@@ -274,7 +269,8 @@ def list_sources(
     labels = _class_numbers(numbers, classes, source)[np.frombuffer(met, np.int32)]
     order = np.argsort(labels, kind="stable")
     if not group_by_class:
-        order = np.random.Generator(np.random.Philox(_SEED)).permutation(len(labels))
+        # the same seed for every set
+        order = np.random.Generator(np.random.Philox(0)).permutation(len(labels))
     listed = Sources(
         folder=str(source if source.is_dir() else source.parent),
         classes=list(classes),

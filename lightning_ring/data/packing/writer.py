@@ -120,15 +120,13 @@ class ShardWriter:
         self._sha256.update(data)
         self.bytes += len(data)
 
-    def finish(self, name: str) -> Shard:
+    def finish(self, name: str) -> tuple[Shard, Columns]:
         """End the tar, which will be called ``name``."""
         self._write(_END)
-        return Shard(name, self.bytes, self.samples, self._sha256.hexdigest())
-
-    def arrays(self) -> Columns:
         table = np.array(self.rows, np.int64)
         places = table[:, 2:].astype(np.uint32)
-        return {"labels": table[:, 0], "positions": table[:, 1], "places": places}
+        columns = {"labels": table[:, 0], "positions": table[:, 1], "places": places}
+        return Shard(name, self.bytes, self.samples, self._sha256.hexdigest()), columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +209,6 @@ def write_shards(
             if not isinstance(image, str):
                 yield position, image
 
-    def recorded(shard: Shard, next_position: int, columns: Columns) -> ShardRecord:
-        record = ShardRecord(shard, next_position, dict(counts), b"".join(rows), columns)
-        counts.clear()
-        rows.clear()
-        return record
-
     following = usable()
     pending = next(following, None)
     while pending is not None:
@@ -230,14 +222,16 @@ def write_shards(
                     rows.append(report_row("converted", sources.packed_name(position), image.note))
                 writer.add(image, sources.label(position), position)
                 pending = next(following, None)
-            shard = writer.finish(name)
+            shard, columns = writer.finish(name)
         next_position = len(sources) if pending is None else pending[0]
-        record = recorded(shard, next_position, writer.arrays())
+        record = ShardRecord(shard, next_position, dict(counts), b"".join(rows), columns)
         record.write(job.state)
+        counts.clear()
+        rows.clear()
         yield record
         number, first = number + 1, first + shard.samples
     if rows:
-        yield recorded(Shard("", 0, 0, ""), len(sources), {})
+        yield ShardRecord(Shard("", 0, 0, ""), len(sources), dict(counts), b"".join(rows), {})
 
 
 def count_treatments(sources: Sources, records: Sequence[ShardRecord]) -> dict[str, int]:
@@ -310,9 +304,10 @@ def _write_index(
     # One name a line. A name may hold a line feed, so readers go by the ends.
     with whole_file(root / folder / NAMES) as file:
         if index is not None:
-            index.check_all()  # the checksums of the copy would take damage for whole
+            for name in INDEX_FILES:
+                index.check(name)  # the checksums of the copy would take damage for whole
             new["name_ends"] += file.write(index.names[0].data)
-        file.writelines(name + b"\n" for name in names)
+        file.writelines(line + b"\n" for line in names)
     for column, (dtype, _) in COLUMNS.items():
         rows = [new[column]] if index is None else [index.column(column), new[column]]
         with whole_file(root / folder / f"{column}.npy") as file:

@@ -6,17 +6,15 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
+from typing_extensions import Unpack
 
 from lightning_ring.data.sampling.counters import Ints, Stream, permute, subkey
 from lightning_ring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +140,6 @@ class OrderedSampler(DistributedSampler[int]):
         counts batches.
         """
         return self._taken + self.num_left(self.position)
-
-    @property
-    def num_samples(self) -> int:  # type: ignore[override]
-        return len(self)
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:

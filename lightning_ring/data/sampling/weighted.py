@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Unpack
 
 from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints, SamplerOptions, StridedSampler
 from lightning_ring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Groups:
@@ -52,8 +50,10 @@ def classes_of(labels: npt.ArrayLike) -> tuple[Groups, str]:
     """
     given = np.asarray(labels)
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or len(given) == 0:
-        found = f"labels of {given.dtype}, shape {given.shape}"
-        raise ConfigurationError(f"{found}, were given, expected an integer for each sample.")
+        raise ConfigurationError(
+            f"labels of {given.dtype}, shape {given.shape}, were given, expected an integer for "
+            "each sample."
+        )
     if given.min() < 0:
         raise ConfigurationError(
             f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0."

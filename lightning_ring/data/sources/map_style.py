@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from lightning_ring.data.decoding import rgb_pixels
+from lightning_ring.data.decoding import Data, rgb_pixels
 from lightning_ring.data.sources.classes import digest, numbered
 from lightning_ring.errors import ConfigurationError, SampleError
 
@@ -71,7 +70,7 @@ class MapStyleImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read_many(self, indices: Sequence[int]) -> list[bytes | npt.NDArray[np.uint8]]:
+    def read_many(self, indices: Sequence[int]) -> list[Data]:
         """Images, encoded or as pixels (height x width x 3), in the order of ``indices``.
 
         Raises:
@@ -79,7 +78,7 @@ class MapStyleImages:
         """
         return [self._read(int(i)) for i in indices]
 
-    def _read(self, i: int) -> bytes | npt.NDArray[np.uint8]:
+    def _read(self, i: int) -> Data:
         try:
             image = self.dataset[i][0]
             if hasattr(image, "convert"):  # Pillow's
