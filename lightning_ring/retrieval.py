@@ -256,7 +256,7 @@ class _Spread:
     def places_in(self, other: _Spread) -> Tensor:
         """Where each of these items (of all ranks) stands in ``other``; -1 for nowhere."""
         mine, others = _numbered(self.indices, other.indices)
-        places = torch.full((len(mine) + len(others),), -1, device=mine.device)
+        places = mine.new_full((len(mine) + len(others),), -1)
         places[others] = torch.arange(len(others), device=mine.device)
         return places[mine]
 

@@ -8,8 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
@@ -45,10 +43,6 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         ShardError: ``root`` holds no finished packing or not this generation, or a file is missing
             or not as long as it was written.
     """
-
-    labels: npt.NDArray[np.int32]
-    classes: list[str]
-    fingerprint: str
 
     def __init__(
         self,

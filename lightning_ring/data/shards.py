@@ -56,8 +56,8 @@ from lightning_ring.host import most_open_files
 
 MANIFEST = "manifest.json"
 REPORT = "report.csv"
-FORMAT = "lightning_ring shards"
 VERSION = 3
+_HEAD = {"format": "lightning_ring shards", "version": VERSION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +115,13 @@ class Manifest:
         return index_folder(self.generation)
 
     def to_json(self) -> str:
-        head = {
-            "format": FORMAT,
-            "version": VERSION,
-            "samples": self.samples,
-            "fingerprint": self.fingerprint,
-        }
+        head = _HEAD | {"samples": self.samples, "fingerprint": self.fingerprint}
         return json.dumps(head | asdict(self), indent=1) + "\n"
 
 
-_OTHERS = {
-    "classes": list,
-    "files": dict,
-    "source": str,
-    "identity": str,
-    "settings": dict,
-    "counts": dict,
-    "generation": int,
-}
+NO_SET = Manifest([], [], {}, source="", identity="", settings={}, counts={}, generation=-1)
+"""What the first images of a set are added to."""
+
 # It leads nowhere but into the folder.
 _PATH = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")
 
@@ -183,13 +172,13 @@ def _read(root: Path, path: Path) -> Manifest:
         raise ShardError(
             f"{path} cannot be read: {error}. Restore it, or pack the images again."
         ) from None
-    head = {"format": FORMAT, "version": VERSION}
-    found = {name: fields.get(name) for name in head} if isinstance(fields, dict) else {}
-    if found != head:
-        raise ShardError(f"{path} has {found}, expected {head}: pack the images again.")
+    found = {name: fields.get(name) for name in _HEAD} if isinstance(fields, dict) else {}
+    if found != _HEAD:
+        raise ShardError(f"{path} has {found}, expected {_HEAD}: pack the images again.")
     try:
-        shards = [Shard(**shard) for shard in fields["shards"]]
-        manifest = Manifest(shards=shards, **{name: fields[name] for name in _OTHERS})
+        values = {name: fields[name] for name in asdict(NO_SET)}
+        values["shards"] = [Shard(**shard) for shard in values["shards"]]
+        manifest = Manifest(**values)
         _check_values(manifest)
         if manifest.fingerprint != fields["fingerprint"]:
             raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
@@ -202,8 +191,8 @@ def _read(root: Path, path: Path) -> Manifest:
 
 def _check_values(manifest: Manifest) -> None:
     """Raises `KeyError`: a value that somebody may have written who means harm."""
-    for name, kind in _OTHERS.items():
-        if type(getattr(manifest, name)) is not kind:
+    for name, empty in asdict(NO_SET).items():
+        if type(getattr(manifest, name)) is not type(empty):
             raise KeyError(name)
     shards = manifest.shards
     numbers = [shard.bytes for shard in shards] + [shard.samples for shard in shards]

@@ -5,6 +5,7 @@ on a seed alone.
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -60,10 +61,9 @@ class OwnGenerator(TorchFunctionMode):
 
 
 def _states() -> dict[str, Any]:
-    numpy: Any = np.random.get_state()
     return {
         "Python's random": random.getstate(),
-        "numpy.random": (numpy[1].tobytes(), *numpy[2:]),
+        "numpy.random": pickle.dumps(np.random.get_state()),
         "torch's own generator": torch.get_rng_state().numpy().tobytes(),
     }
 

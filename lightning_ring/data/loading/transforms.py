@@ -114,8 +114,9 @@ class RandomResizedCrop:
             aspect = math.exp(low + (high - low) * uniforms[4 + 2 * turn])
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
-                top, left = (uniforms[0] * (height - h + 1), uniforms[1] * (width - w + 1))
-                return Box(int(top), int(left), h, w, flip)
+                top = int(uniforms[0] * (height - h + 1))
+                left = int(uniforms[1] * (width - w + 1))
+                return Box(top, left, h, w, flip)
         w = min(width, round(height * self.ratio[1]))
         h = min(height, round(width / self.ratio[0]))
         return Box((height - h) // 2, (width - w) // 2, max(h, 1), max(w, 1), flip)

@@ -29,6 +29,7 @@ from lightning_ring.data.shards import (
     INDEX_FILES,
     MANIFEST,
     NAMES,
+    NO_SET,
     REPORT,
     Manifest,
     Shard,
@@ -43,9 +44,6 @@ _TREATMENTS = ("copied", "shrunk", "turned", "converted", "not turned", "left ou
 
 Columns = dict[str, Any]  # arrays
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
-
-
-NO_SET = Manifest([], [], {}, source="", identity="", settings={}, counts={}, generation=-1)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ _PHILOX_ROUNDS = 7  # the fewest that pass BigCrush
 
 
 def permute(indices: npt.ArrayLike, size: npt.ArrayLike, key: tuple[Words, Words]) -> Ints:
-    """Where ``indices`` (each in ``[0, size)``) go under the permutation of ``range(size)`` that
+    """Where ``indices`` (1-D, in ``[0, size)``) go under the permutation of ``range(size)`` that
     ``key`` chooses.
 
     A Feistel network over Z_a x Z_b, a·b ≥ ``size``, walked until it comes back into the range
@@ -95,10 +95,8 @@ def permute(indices: npt.ArrayLike, size: npt.ArrayLike, key: tuple[Words, Words
     may differ from element to element.
     """
     values = np.array(indices, dtype=np.int64)
-    shape = values.shape
-    values = values.reshape(-1)
-    sizes = np.broadcast_to(np.asarray(size, dtype=np.int64), shape).reshape(-1)
-    k0, k1 = (np.broadcast_to(part, shape).reshape(-1) for part in key)
+    sizes = np.broadcast_to(np.asarray(size, dtype=np.int64), values.shape)
+    k0, k1 = (np.broadcast_to(part, values.shape) for part in key)
     rows = np.ceil(np.sqrt(sizes)).astype(np.int64)
     columns = -(-sizes // np.maximum(rows, 1))
     outside = np.arange(len(values))
@@ -106,7 +104,7 @@ def permute(indices: npt.ArrayLike, size: npt.ArrayLike, key: tuple[Words, Words
         here = slice(None) if len(outside) == len(values) else outside
         values[here] = _feistel(values[here], rows[here], columns[here], (k0[here], k1[here]))
         outside = outside[values[here] >= sizes[here]]
-    return values.reshape(shape)
+    return values
 
 
 def _feistel(values: Ints, rows: Ints, columns: Ints, key: tuple[Words, Words]) -> Ints:

@@ -141,6 +141,10 @@ class OrderedSampler(DistributedSampler[int]):
         """
         return self._taken + self.num_left(self.position)
 
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        return len(self)
+
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
             self.epoch = epoch
