@@ -202,17 +202,17 @@ def retrieval_metrics(
             else f"retrieval_metrics: none of {len(queries.labels)} queries has an item of its "
             "class in the gallery."
         )
-    mine = torch.zeros_like(asking)
-    mine[queries.mine] = asking[queries.mine]
+    own, asks = queries.mine, asking[queries.mine]
     similarity, found = search(
-        queries.unit[asking[queries.mine]],
+        queries.unit[asks],
         among.unit,
         max(*ks, int(num_others.max())),
-        exclude=place[mine],
+        exclude=place[own][asks],
         all_gather=all_gather,
     )
-    right = (among.labels[found] == queries.labels[mine][:, None]) & (similarity > -torch.inf)
-    sums = _sums(right, num_others[mine], ks)
+    wanted = queries.labels[own][asks]
+    right = (among.labels[found] == wanted[:, None]) & (similarity > -torch.inf)
+    sums = _sums(right, num_others[own][asks], ks)
     sums = torch.stack(list(all_gather(sums))).sum(0)
     *hits, precision = (sums / num_queries).tolist()
     return RetrievalMetrics(

@@ -94,7 +94,13 @@ def pack(
                 job = replace(job, base=base)
             return _pack(job, workers, progress)
     except OSError as error:
-        raise ShardError(_disk_error(error, job.target)) from error
+        free = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = f" ({shutil.disk_usage(job.target).free / 2**20:.0f} MiB are free). Make room"
+        raise ShardError(
+            f"{error.filename or job.target} cannot be written: {error.strerror}{free}. Finished "
+            "shards are kept: run the same command again, and it goes on after the last of them."
+        ) from error
 
 
 @contextmanager
@@ -252,16 +258,6 @@ def _finished(job: PackJob, sources: Sources, records: list[ShardRecord]) -> Man
     write_whole(job.target / NOT_ADDED, b"".join(report_of(sources, records)))
     counts = count_treatments(sources, records)
     return replace(job.base, counts={**counts, "added": 0, "there": sources.there})
-
-
-def _disk_error(error: OSError, target: Path) -> str:
-    free = ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = f" ({shutil.disk_usage(target).free / 2**20:.0f} MiB are free). Make room"
-    return (
-        f"{error.filename or target} cannot be written: {error.strerror}{free}. Finished shards "
-        "are kept: run the same command again, and it goes on after the last of them."
-    )
 
 
 def _already_there(job: PackJob, now: Sources) -> npt.NDArray[np.bool_]:

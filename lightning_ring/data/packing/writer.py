@@ -255,26 +255,25 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
     _write_index(root, folder, base, sources, records)
 
     # classes of `base` are not new
-    present = {*range(len(base.classes))}.union(
-        *(np.unique(record.columns["labels"]).tolist() for record in records)
-    )
-    for number, name in enumerate(sources.classes):
-        if number not in present:
-            detail = f"has no image; label {number} does not occur"
-            report.append(report_row("empty class", name, detail))
+    present = {*range(len(base.classes))}
+    for record in records:
+        present.update(record.columns["labels"].tolist())
+    empty = [number for number in range(len(sources.classes)) if number not in present]
+    for number in empty:
+        detail = f"has no image; label {number} does not occur"
+        report.append(report_row("empty class", sources.classes[number], detail))
     report_name = f"{folder}/{REPORT}" if job.generation else REPORT
     with whole_file(root / report_name) as file:
         file.writelines(report)
 
     written = [report_name, *(f"{folder}/{name}" for name in INDEX_FILES)]
-    counts["empty classes"] = len({*range(len(sources.classes))} - present)
+    counts["empty classes"] = len(empty)
     shards = [record.shard for record in records]
     files = {name: file_sha256(root / name) for name in sorted(written)}
     if job.generation:
         counts |= {"added": sum(shard.samples for shard in shards), "there": sources.there}
         shards, files = [*base.shards, *shards], {REPORT: base.files[REPORT]} | files
-    settings, source = asdict(job.settings), str(job.source)
-    about = (source, sources.identity, settings, counts, job.generation)
+    about = (str(job.source), sources.identity, asdict(job.settings), counts, job.generation)
     manifest = Manifest(sources.classes, shards, files, *about)
     text = manifest.to_json().encode()
     write_whole(root / folder / MANIFEST, text)  # of this generation, when there is a later one

@@ -77,11 +77,7 @@ _GOLDEN = 0.6180339887498949
 
 
 class WeightedSampler(StridedSampler):
-    """Draws from groups of samples by their weights.
-
-    Draws are systematic rather than independent: each group gets its share of every stretch of some
-    65,000 draws up to one draw, and within a group no sample comes again before all of it have
-    come, over epochs too.
+    """Draws from groups of samples by their weights, as `BalancedSampler` says of its classes.
 
     An epoch of n draws is n equidistant points on the line on which each group has a piece as long
     as its share. A round takes every (number of rounds)-th of them, shuffled. How often a group was
@@ -90,9 +86,7 @@ class WeightedSampler(StridedSampler):
     Args:
         members: The samples of each group.
         weights: Of the groups, float64 above 0; their sum is no matter.
-        num_samples: Draws in an epoch over all ranks; the number of samples if left out. Above
-            65,536 it is rounded up to whole rounds of equal length (`length` says the result). The
-            rest of a division by the ranks is dropped.
+        num_samples: As of `BalancedSampler`.
         options: See `OrderedSampler`.
     """
 
