@@ -12,7 +12,7 @@ import json
 import os
 import unicodedata
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -139,7 +139,7 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
         raise ConfigurationError(f"{file} lists {name!r} twice. Give each image one row.")
 
 
-def _are_numbers(names: Iterable[str]) -> bool:
+def _are_numbers(names: Sequence[str]) -> bool:
     return all(name.isdecimal() and name.isascii() for name in names)
 
 
@@ -263,7 +263,8 @@ def list_sources(
             f"file with a row for each image.\n{shown}"
         )
     if classes is None:
-        new = numbers.keys() - first
+        known = set(first)
+        new = [name for name in numbers if name not in known]
         classes = [*first, *sorted(new, key=int if _are_numbers(new) else None)]
         check_distinct(classes, source)
     labels = _class_numbers(numbers, classes, source)[np.frombuffer(met, np.int32)]
