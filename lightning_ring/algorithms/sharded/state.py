@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,11 @@ from lightning_ring.errors import ConfigurationError
 State = dict[Any, dict[str, Any]]  # by parameter, and by any other key of an optimizer
 # torch's names of state with one number per parameter
 _SCALARS = ("step", "mu_product", "eta", "mu")
+
+
+def renamed(state: State, names: Mapping[Any, Any]) -> State:
+    """``state`` with the keys that ``names`` gives; others stay."""
+    return {names.get(key, key): value for key, value in state.items()}
 
 
 class ShardedState(MutableMapping[Any, Any]):
@@ -69,13 +74,13 @@ def shard_state(
 
 def _scalar_keys(full: Mapping[Any, dict[str, Any]]) -> set[str]:
     """Keys whose tensors are 0-d for a parameter that is not."""
-    scalars = set(_SCALARS)
-    for param, state in full.items():
-        if isinstance(param, Tensor) and param.dim():
-            scalars |= {
-                key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()
-            }
-    return scalars
+    return set(_SCALARS) | {
+        key
+        for param, state in full.items()
+        if isinstance(param, Tensor) and param.dim()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not value.dim()
+    }
 
 
 def _cut(key: str, value: Tensor, shard: ParameterShard) -> Tensor:
@@ -103,13 +108,16 @@ def gather_state(
             a time.
     """
     scalars = _agreed_scalars(parts, parameters)
-    weights = {shard.weight for bucket in parameters.buckets for shard in bucket.shards}
+    weights = {shard.weight for shard in parameters.by_param.values()}
     full: State = {key: state for key, state in parts.items() if keep and key not in weights}
     for bucket in parameters.buckets:
         held = [(shard, parts[shard.weight]) for shard in bucket.shards if shard.weight in parts]
         for shard, state in held if keep else ():
-            kept = {k: v for k, v in state.items() if k in scalars or not isinstance(v, Tensor)}
-            full[shard.param] = {key: _copy(value) for key, value in kept.items()}
+            full[shard.param] = {
+                key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for key, value in state.items()
+                if key in scalars or not isinstance(value, Tensor)
+            }
         for key in sorted({key for _, state in held for key in state} - scalars):
             values = [
                 (shard, state[key]) for shard, state in held if isinstance(state.get(key), Tensor)
@@ -123,12 +131,12 @@ def gather_state(
 
 def _agreed_scalars(parts: Mapping[Any, dict[str, Any]], parameters: ShardedParameters) -> set[str]:
     """Keys whose value on some rank has not one number per element of its shard."""
-    mine = set()
-    for bucket in parameters.buckets:
-        for shard in bucket.shards:
-            for key, value in parts.get(shard.weight, {}).items():
-                if isinstance(value, Tensor) and tuple(value.shape) != (shard.numel,):
-                    mine.add(key)
+    mine = {
+        key
+        for shard in parameters.by_param.values()
+        for key, value in parts.get(shard.weight, {}).items()
+        if isinstance(value, Tensor) and value.shape != (shard.numel,)
+    }
     return set().union(
         *parameters.comm.all_gather_object(mine, name="optimizer state for save_checkpoint")
     )
@@ -141,18 +149,11 @@ def _gather(
     parameters: ShardedParameters,
     key: str,
     keep: bool,
-) -> Iterable[tuple[Parameter, Tensor]]:
+) -> Iterator[tuple[Parameter, Tensor]]:
     flat = torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
     for shard, value in values:
         shard.part(flat).copy_(value)
     parameters.comm.all_gather_(flat, name=f"{key} of {bucket.name}").wait()
-    if not keep:
-        return ()
-    return [
-        (p.param, p.full(flat).to("cpu", copy=True, memory_format=torch.preserve_format))
-        for p, _ in values
-    ]
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    for part, _ in values if keep else ():
+        whole = part.full(flat)
+        yield part.param, whole.to("cpu", copy=True, memory_format=torch.preserve_format)
