@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -10,11 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.sharded.parameters import (
-    ParameterBucket,
-    ParameterShard,
-    ShardedParameters,
-)
+from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
 from lightning_ring.errors import ConfigurationError
 
 State = dict[Any, dict[str, Any]]  # by parameter, and by any other key of an optimizer
@@ -56,7 +52,13 @@ def shard_state(
     """This rank's parts of the full state ``full``, by shard. Values with one number per
     parameter are kept.
     """
-    scalars = _scalar_keys(full)
+    scalars = set(_SCALARS) | {  # and those that are 0-d for a parameter that is not
+        key
+        for param, state in full.items()
+        if isinstance(param, Tensor) and param.dim()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not value.dim()
+    }
     parts: State = {}
     for param, state in full.items():
         if not isinstance(param, Tensor):
@@ -70,17 +72,6 @@ def shard_state(
             for key, value in state.items()
         }
     return parts
-
-
-def _scalar_keys(full: Mapping[Any, dict[str, Any]]) -> set[str]:
-    """Keys whose tensors are 0-d for a parameter that is not."""
-    return set(_SCALARS) | {
-        key
-        for param, state in full.items()
-        if isinstance(param, Tensor) and param.dim()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and not value.dim()
-    }
 
 
 def _cut(key: str, value: Tensor, shard: ParameterShard) -> Tensor:
@@ -118,14 +109,22 @@ def gather_state(
                 for key, value in state.items()
                 if key in scalars or not isinstance(value, Tensor)
             }
-        for key in sorted({key for _, state in held for key in state} - scalars):
-            values = [
-                (shard, state[key]) for shard, state in held if isinstance(state.get(key), Tensor)
-            ]
-            for dtype in sorted({value.dtype for _, value in values}, key=str):
-                chosen = [(shard, value) for shard, value in values if value.dtype == dtype]
-                for param, value in _gather(bucket, chosen, dtype, parameters, key, keep):
-                    full[param][key] = value
+        kinds = {
+            (key, value.dtype)
+            for _, state in held
+            for key, value in state.items()
+            if isinstance(value, Tensor) and key not in scalars
+        }
+        for key, dtype in sorted(kinds, key=str):
+            chosen = [shard for shard, state in held if _is_of(state.get(key), dtype)]
+            flat = torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
+            for shard in chosen:
+                shard.part(flat).copy_(parts[shard.weight][key])
+            parameters.comm.all_gather_(flat, name=f"{key} of {bucket.name}").wait()
+            for shard in chosen if keep else ():
+                whole = shard.full(flat)
+                on_host = whole.to("cpu", copy=True, memory_format=torch.preserve_format)
+                full[shard.param][key] = on_host
     return full
 
 
@@ -142,18 +141,5 @@ def _agreed_scalars(parts: Mapping[Any, dict[str, Any]], parameters: ShardedPara
     )
 
 
-def _gather(
-    bucket: ParameterBucket,
-    values: list[tuple[ParameterShard, Tensor]],
-    dtype: torch.dtype,
-    parameters: ShardedParameters,
-    key: str,
-    keep: bool,
-) -> Iterator[tuple[Parameter, Tensor]]:
-    flat = torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
-    for shard, value in values:
-        shard.part(flat).copy_(value)
-    parameters.comm.all_gather_(flat, name=f"{key} of {bucket.name}").wait()
-    for part, _ in values if keep else ():
-        whole = part.full(flat)
-        yield part.param, whole.to("cpu", copy=True, memory_format=torch.preserve_format)
+def _is_of(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype == dtype

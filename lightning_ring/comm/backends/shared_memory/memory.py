@@ -278,23 +278,14 @@ class Regions:
         if cut is None:
             if len(region.views) >= _MAX_VIEWS:
                 region.views.clear()
-            cut = region.views[key] = _cut(
-                region.memory, flat, location & ((1 << _OFFSET_BITS) - 1), index
-            )
+            start, stop = 0, flat.numel()
+            if index is not None:
+                start, stop = shard_bounds(stop, len(region.memory), index)
+            offset = location & ((1 << _OFFSET_BITS) - 1)
+            first, last = (offset + bound * flat.itemsize for bound in (start, stop))
+            others = [bytes_[first:last].view(flat.dtype) for bytes_ in region.memory]
+            cut = region.views[key] = start, stop, others
         start, stop, views = cut
         everyones = views.copy()
         everyones[self._rank] = flat[start:stop]
         return everyones
-
-
-def _cut(
-    memory: Sequence[Tensor], flat: Tensor, offset: int, index: int | None
-) -> tuple[int, int, list[Tensor]]:
-    """The bounds of shard ``index`` of ``flat``, or of all of it, and that part of all
-    ``memory``.
-    """
-    start, stop = (
-        (0, flat.numel()) if index is None else shard_bounds(flat.numel(), len(memory), index)
-    )
-    first, last = (offset + bound * flat.itemsize for bound in (start, stop))
-    return start, stop, [bytes_[first:last].view(flat.dtype) for bytes_ in memory]
