@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_iter
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RingError
@@ -80,7 +80,7 @@ def first_dimension(batch: Any) -> int:
 
     Raises `TypeError`: there is no tensor with a batch dimension.
     """
-    for leaf in tree_leaves(batch):
+    for leaf in tree_iter(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)
     raise TypeError(
@@ -209,13 +209,12 @@ class RingMonitor(Callback):
 
     def _logs_this_step(self, trainer: Trainer, fit: _Fit) -> bool:
         """The same on every rank: nothing in it is known to one rank only."""
-        automatic = trainer.lightning_module.automatic_optimization
-        if automatic and trainer.fit_loop._should_accumulate():
+        every, loop = fit.log_every_n_steps, trainer.fit_loop
+        due = every > 0 and (loop.epoch_loop._batches_that_stepped + 1) % every == 0
+        if not due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return True
-        number = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-        return fit.log_every_n_steps > 0 and number % fit.log_every_n_steps == 0
+        automatic = trainer.lightning_module.automatic_optimization
+        return not automatic or not loop._should_accumulate()
 
     # -- one row a rank
 
