@@ -12,8 +12,13 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch.hosts import Host, parse_hosts, read_hostfile
 
 
-def add_hosts(parser: argparse.ArgumentParser, what: str = "hosts, and ranks on each") -> Any:
-    """Returns the group, of whose options one at most may be given."""
+def add_ranks(
+    parser: argparse.ArgumentParser, ranks: str, what: str = "hosts, and ranks on each"
+) -> Any:
+    """The number of ``ranks``, and where they run. Returns the group of the hosts' options, of
+    which one at most may be given.
+    """
+    parser.add_argument("-n", "-np", "--num-proc", dest="ranks", type=int, metavar="N", help=ranks)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--host", "--hosts", dest="hosts", metavar="HOST:SLOTS,...", help=what)
     where.add_argument(
@@ -23,6 +28,9 @@ def add_hosts(parser: argparse.ArgumentParser, what: str = "hosts, and ranks on 
 
 
 def chosen_hosts(options: argparse.Namespace) -> list[Host]:
+    """Raises `ConfigurationError`: the number of ranks, or a host, cannot be."""
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigurationError(f"-n {options.ranks}: the number of ranks must be 1 or more.")
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     return read_hostfile(options.hostfile) if options.hostfile is not None else []

@@ -85,11 +85,18 @@ def add_horovodrun(parser: argparse.ArgumentParser) -> None:
         metavar="IF,...",
         help="network interfaces that the ranks use, on every host",
     )
-    timeline = "write a timeline, as HOROVOD_TIMELINE=FILE does"
-    add("--timeline-filename", metavar="FILE", help=timeline)
+    add(
+        "--timeline-filename",
+        metavar="FILE",
+        help="write a timeline, as HOROVOD_TIMELINE=FILE does",
+    )
     add("--timeline-mark-cycles", action="store_true", help="mark exchanges of names in it")
-    start = "seconds in which all ranks have to come"
-    add("--start-timeout", type=float, metavar="S", help=start)
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="S",
+        help="seconds in which all ranks have to come",
+    )
     add("--verbose", action="store_true", help="no more than always: the line that is run is shown")
     for name in INSTEAD:
         parser.add_argument(name, action=_Refused, nargs="?", help=argparse.SUPPRESS)
@@ -114,7 +121,7 @@ def variables(options: argparse.Namespace, *, here: bool) -> dict[str, str]:
             )
         readers = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
         found |= dict.fromkeys(readers, ",".join(names))
-    if options.timeline_filename is not None:
+    if options.timeline_filename:
         path = os.path.abspath(options.timeline_filename)
         found["HOROVOD_TIMELINE"] = path
         found["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(options.timeline_mark_cycles))

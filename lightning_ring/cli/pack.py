@@ -73,18 +73,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--size", type=int, help="shrink to this shorter side, 0: never (default: 256)")
     add("--shard-mb", type=float, metavar="MIB", help="largest shard (default: 256)")
     add("--quality", type=int, help="of JPEGs that are encoded anew (default: 90)")
-    grouped = "keep classes together (default: mixed, seeded)"
-    add("--group-by-class", action="store_true", default=None, help=grouped)
-    classes = (
-        "number classes as the lines of this file, or as the manifest.json of other shards "
-        "(default: by name)"
+    add(
+        "--group-by-class",
+        action="store_true",
+        default=None,
+        help="keep classes together (default: mixed, seeded)",
     )
-    add("--classes", type=Path, metavar="FILE", help=classes)
-    upright = (
-        "turn images by their EXIF orientation (default: leave them, as torchvision's ImageFolder "
-        "does)"
+    add(
+        "--classes",
+        type=Path,
+        metavar="FILE",
+        help="number classes as the lines of this file, or as the manifest.json of other shards "
+        "(default: by name)",
     )
-    add("--upright", action="store_true", default=None, help=upright)
+    add(
+        "--upright",
+        action="store_true",
+        default=None,
+        help="turn images by their EXIF orientation (default: leave them, as torchvision's "
+        "ImageFolder does)",
+    )
     add("--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte")
     return parser
 
@@ -196,9 +204,8 @@ def _summarise(manifest: Manifest, target: Path) -> None:
     report = target / (f"{manifest.index}/report.csv" if manifest.generation else "report.csv")
     if counts.get("added") == 0:
         report = target / NOT_ADDED
-    for what in ("left out", "empty class", "converted"):
-        number = counts.get("empty classes" if what == "empty class" else what, 0)
-        if number:
+    for what in ("left out", "empty classes", "converted"):
+        if number := counts.get(what):
             print(f"{what}: {number}, listed in {report}")
 
 

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     check_plot(options.plot)
     names = _timelines(options.where)
-    if len(names) > 1 and (options.output is not None or options.plot is not None):
+    if len(names) > 1 and (options.output or options.plot):
         raise ConfigurationError(
             f"{options.where} holds several timelines: {', '.join(name.name for name in names)}. "
             f"Name one of them instead of the folder, such as {names[0]}."
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"lightning-ring timeline: {error}", file=sys.stderr)
             return 1
         complete = _report(merged) and complete
-        if options.plot is not None:
+        if options.plot:
             from lightning_ring.timeline.drawing import plot
 
             plot(merged.path, options.plot, options.steps)
@@ -53,10 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it")
     add("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR")
-    plot = "also draw some steps (.png, .svg or .pdf)"
-    add("--plot", type=Path, metavar="FILE", help=plot)
-    steps = "steps to draw (default: the last two whole ones)"
-    add("--steps", type=_steps, metavar="A-B", help=steps)
+    add("--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)")
+    add(
+        "--steps",
+        type=_steps,
+        metavar="A-B",
+        help="steps to draw (default: the last two whole ones)",
+    )
     return parser
 
 

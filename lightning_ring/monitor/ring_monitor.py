@@ -31,13 +31,12 @@ from lightning_ring.monitor.ring_report import (
     learning_rates,
     trust_ratios,
 )
-from lightning_ring.monitor.step_times import StepTimer, StepTimes, StepWindow
+from lightning_ring.monitor.step_times import StepTimes, StepWindow
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # parts of what a monitor shows that fail, and are left out, by themselves
-_TIMES = "step times"
 _OPTIMIZERS = "numbers of the optimizers"
 _SKIPPED = "skipped steps"
 _PAGES = "TensorBoard pages"
@@ -137,14 +136,14 @@ class RingMonitor(Callback):
             fit.tell(Dashboard.record_start, trainer)
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        if self.fit is not None:
+        if self.fit:
             self._receive(trainer, self.fit, wait=True)
             self.fit.tell(Dashboard.record_end, trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if self.fit is not None:
+        if self.fit:
             self.fit.tell(Dashboard.record_end, trainer, exception)
         self._close(trainer)
 
@@ -153,7 +152,7 @@ class RingMonitor(Callback):
 
     def _close(self, trainer: Trainer) -> None:
         fit, self.fit = self.fit, None
-        if fit is not None:
+        if fit:
             fit.close(trainer)
 
     def on_ranks_changed(self, trainer: Trainer, scalars: dict[str, float], text: str) -> None:
@@ -173,9 +172,9 @@ class RingMonitor(Callback):
     # -- training
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        if self.fit is not None:
+        if self.fit:
             # what happened since the last step is no part of training
-            self.fit.timer.restart()
+            self.fit.window.timer.restart()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -183,11 +182,11 @@ class RingMonitor(Callback):
         fit = self.fit
         if fit is None:
             return
-        if fit.skipped is not None:
+        if fit.skipped:
             fit.skipped.announced += 1
         if self._logs_this_step(trainer, fit):
             fit.squares[optimizer] = fit.run(
-                "gradient norms", _unknown(), gradient_squares, trainer.strategy, optimizer
+                "gradient norms", UNKNOWN, gradient_squares, trainer.strategy, optimizer
             )
             # After the step a schedule has set the next one's.
             fit.rates = fit.run(_OPTIMIZERS, {}, learning_rates, trainer.optimizers)
@@ -223,12 +222,13 @@ class RingMonitor(Callback):
         it.
         """
         device, is_zero = trainer.strategy.root_device, trainer.is_global_zero
-        times = fit.run(_TIMES, StepTimes.unknown(), fit.take, trainer.world_size)
+        times = fit.run("step times", StepTimes.unknown(), fit.window.take, trainer.world_size)
         memory = fit.run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
-        count = fit.skipped.count if fit.skipped is not None else lambda: nothing
-        skipped, uncounted = fit.run(_SKIPPED, nothing, count)
-        squares = [fit.squares.get(optimizer, _unknown()) for optimizer in trainer.optimizers]
+        skipped, uncounted = nothing
+        if fit.skipped:
+            skipped, uncounted = fit.run(_SKIPPED, nothing, fit.skipped.count)
+        squares = [fit.squares.get(optimizer, UNKNOWN) for optimizer in trainer.optimizers]
         fit.squares.clear()
 
         def exchange() -> RowExchange:
@@ -260,12 +260,12 @@ class RingMonitor(Callback):
             return
         scalars = fit.run(_REPORT, {}, report.scalars)
         algorithm = getattr(trainer.strategy, "algorithm", None)
-        if (metrics := getattr(algorithm, "metrics", None)) is not None:
+        if metrics := getattr(algorithm, "metrics", None):
             scalars |= {f"ring/{name}": value for name, value in metrics().items()}
         # what is always 0 gets no chart
         fit.logged.update(name for name, value in scalars.items() if value)
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
-        if (changes := getattr(trainer.strategy, "rank_changes", None)) is not None:
+        if changes := getattr(trainer.strategy, "rank_changes", None):
             scalars |= changes.scalars()
         for logger in trainer.loggers if scalars else ():
             # an error in it is the user's to see, as under DDP
@@ -289,8 +289,7 @@ class _Fit(MonitorFailures):
         # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows
         # when rank 0 logs
         self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        self.window = StepWindow(getattr(trainer.strategy, "listeners", []))
-        self.timer = StepTimer.attach(trainer, self.window.on_step)
+        self.window = StepWindow(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.run(
             _SKIPPED, None, SkippedSteps, trainer.optimizers, scaler
@@ -313,24 +312,13 @@ class _Fit(MonitorFailures):
 
     def tell(self, what: Callable[..., None], *arguments: Any) -> None:
         """Call a method of the dashboard, on rank 0."""
-        if self.dashboard is not None:
+        if self.dashboard:
             self.run(_PAGES, None, what, self.dashboard, *arguments)
 
-    def take(self, world_size: int) -> StepTimes:
-        """Raises `RuntimeError`: steps could not be timed."""
-        if self.timer.failure is not None:
-            raise RuntimeError("steps could not be timed") from self.timer.failure
-        return self.window.take(world_size)
-
     def close(self, trainer: Trainer) -> None:
-        self.window.close()
-        self.timer.detach(trainer, self.window.on_step)
-        if self.skipped is not None:
+        self.window.close(trainer)
+        if self.skipped:
             self.skipped.remove()
-
-
-def _unknown() -> Tensor:
-    return torch.full((), UNKNOWN, dtype=torch.float64)
 
 
 def _communicator(trainer: Trainer) -> Communicator | None:
@@ -338,7 +326,7 @@ def _communicator(trainer: Trainer) -> Communicator | None:
     own row.
     """
     algorithm = getattr(trainer.strategy, "algorithm", None)
-    if algorithm is not None and not algorithm.steps_together:
+    if algorithm and not algorithm.steps_together:
         return None
     return getattr(trainer.strategy, "communicator", None)
 

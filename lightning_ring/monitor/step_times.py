@@ -8,10 +8,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
 from functools import cache
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -23,12 +22,9 @@ from lightning_ring.errors import RingError
 from lightning_ring.host.accelerator import is_gpu
 
 PHASES = ("data", "copy", "forward", "backward", "optimizer")
-# a phase, its begin and its end
-Span = tuple[str, Mark, Mark]
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Seconds of one training step, from the end of the step before to its own end, or means over
     several steps.
 
@@ -70,7 +66,7 @@ class StepTimes:
 
     @classmethod
     def unknown(cls) -> StepTimes:
-        return replace(cls(*[math.nan] * len(fields(cls))), steps=0.0)
+        return cls(*[math.nan] * len(cls._fields))._replace(steps=0.0)
 
     @property
     def hidden(self) -> float:
@@ -89,15 +85,14 @@ class StepRecord:
     Attributes:
         began: When the step began, by the timer's clock.
         total: Seconds until it ended.
-        marks: Phases in the order of their ends. They may nest: Lightning runs forward and backward
-            within ``optimizer_step``, and a manual backward within ``training_step``.
+        marks: Phases with begin and end, in the order of their ends. They may nest: Lightning runs
+            forward and backward within ``optimizer_step``, and a manual backward within
+            ``training_step``.
     """
-
-    __slots__ = ("_open", "began", "marks", "total")
 
     def __init__(self) -> None:
         self.began = self.total = 0.0
-        self.marks: list[Span] = []
+        self.marks: list[tuple[str, Mark, Mark]] = []
         self._open: dict[str, list[Mark]] = {}
 
     def begin(self, phase: str, mark: Mark) -> None:
@@ -133,7 +128,7 @@ class StepRecord:
         for phase, begin, end in self.marks:
             on_host = isinstance(begin, float)
             if not on_host:
-                origin = begin if origin is None else origin
+                origin = origin or begin
                 begin, end = elapsed(origin, begin), elapsed(origin, end)
             spans = outer[on_host]
             spent[phase] += end - begin
@@ -182,7 +177,6 @@ class StepTimer:
     Args:
         inner: The profiler that the Trainer had.
         device: Where the model is.
-        clock: Seconds, monotonic.
 
     Attributes:
         listeners: Called with each step's record when the step ends.
@@ -192,32 +186,27 @@ class StepTimer:
             on.
     """
 
-    def __init__(
-        self, inner: Profiler, device: torch.device, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, inner: Profiler, device: torch.device) -> None:
         self.inner = inner
-        self._clock = clock
+        # seconds, monotonic
+        self._clock = time.perf_counter
         self._device, self._on_gpu = device, is_gpu(device)
         self.listeners: list[Callable[[StepRecord], None]] = []
         self.interruption_listeners: list[Callable[[str, float, float], None]] = []
         self.failure: Exception | None = None
-        self._users = 0
-        self._interrupted = clock()
+        self._interrupted = 0.0
         self._record = StepRecord()
         self._began: float | None = None
 
     @classmethod
-    def attach(
-        cls, trainer: Trainer, listener: Callable[[StepRecord], None], **arguments: Any
-    ) -> StepTimer:
-        """Put a timer before ``trainer``'s profiler; one that is there already is shared, with its
-        own arguments. Each user calls `detach` once.
+    def attach(cls, trainer: Trainer, listener: Callable[[StepRecord], None]) -> StepTimer:
+        """Put a timer before ``trainer``'s profiler; one that is there already is shared. Each user
+        calls `detach` once.
         """
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         if not isinstance(profiler, cls):
-            profiler = cls(profiler, trainer.strategy.root_device, **arguments)
+            profiler = cls(profiler, trainer.strategy.root_device)
             trainer.profiler = profiler  # type: ignore[attr-defined]
-        profiler._users += 1
         profiler.listeners.append(listener)
         return profiler
 
@@ -226,8 +215,7 @@ class StepTimer:
         # one that failed is told no more
         if listener in self.listeners:
             self.listeners.remove(listener)
-        self._users -= 1
-        if not self._users and trainer.profiler is self:  # type: ignore[attr-defined]
+        if not self.listeners and trainer.profiler is self:  # type: ignore[attr-defined]
             trainer.profiler = self.inner  # type: ignore[attr-defined]
 
     def profile(self, action_name: str) -> Any:
@@ -237,16 +225,14 @@ class StepTimer:
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
-        if what := _announced(action_name)[0]:
-            self._note(self._begin, what)
+        self._note(self._begin, _announced(action_name)[0])
 
     def stop(self, action_name: str) -> None:
-        if what := _announced(action_name)[1]:
-            self._note(self._end, what)
+        self._note(self._end, _announced(action_name)[1])
         self.inner.stop(action_name)
 
     def _note(self, note: Callable[[str], None], what: str) -> None:
-        if self.failure is not None:
+        if self.failure or not what:
             return
         try:
             note(what)
@@ -316,10 +302,10 @@ def break_down(record: StepRecord, told: Iterable[CollectiveRecord], world_size:
         for start, stop in losses:
             part = _part_of(record, one, start)
             # without a part it was called in the step before
-            if part is not None:
+            if part:
                 exposed += stop - start
                 spent[part] = max(0.0, spent[part] - (stop - start))
-    return replace(times, **spent, exposed=exposed, busy=busy, sent=sent)
+    return times._replace(**spent, exposed=exposed, busy=busy, sent=sent)
 
 
 def collective_times(
@@ -339,7 +325,7 @@ def collective_times(
         if one.events is None:
             called, ended = one.called, one.waited_until if one.ended is None else one.ended
         else:
-            origin = one.events[0] if origin is None else origin
+            origin = origin or one.events[0]
             called, ended = (elapsed(origin, event) for event in one.events)
             waited = elapsed(origin, one.wait_event)
             losses = [(waited, max(waited, ended))]
@@ -370,49 +356,53 @@ def _part_of(record: StepRecord, collective: CollectiveRecord, start: float) -> 
 
 
 class StepWindow:
-    """Keeps up to 200 steps until `take`, with their collectives, which it is told by
-    ``listeners``.
+    """Keeps up to 200 steps of ``trainer`` until `take`, with their collectives, which its strategy
+    tells.
 
     The rest happens in `take`. The first step of all is left out: it makes plans, connections and
     optimizer state.
     """
 
-    def __init__(self, listeners: list[Listener]) -> None:
-        self._listeners = listeners
-        listeners.append(self._on_collective)
+    def __init__(self, trainer: Trainer) -> None:
+        self._listeners: list[Listener] = getattr(trainer.strategy, "listeners", [])
+        self._listeners.append(self._on_collective)
+        self.timer = StepTimer.attach(trainer, self._on_step)
         self._told: list[CollectiveRecord] = []
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
         # with the images of this rank; NaN where nobody can tell
         self._steps = deque[tuple[StepRecord, list[CollectiveRecord], float]](maxlen=200)
         self._first = True
 
-    def on_step(self, record: StepRecord) -> None:
-        """A step has ended: a listener of `StepTimer`."""
+    def _on_step(self, record: StepRecord) -> None:
         self._ended, self._told = (record, self._told), []
 
     def end_step(self, images: float) -> None:
         """The step that ended last counts, with so many images of this rank."""
-        if self._ended is not None:
+        if self._ended:
             self._steps.append((*self._ended, images))
             self._ended = None
 
     def take(self, world_size: int) -> StepTimes:
-        """Means over the steps since the last call that the device has finished."""
+        """Means over the steps since the last call that the device has finished. Raises
+        `RuntimeError`: steps could not be timed.
+        """
+        if self.timer.failure:
+            raise RuntimeError("steps could not be timed") from self.timer.failure
         steps = []
         while self._steps and _is_over(*self._steps[0][:2]):
             record, told, images = self._steps.popleft()
-            steps.append(replace(break_down(record, told, world_size), images=images))
+            steps.append(break_down(record, told, world_size)._replace(images=images))
         if not steps:
             return StepTimes.unknown()
         if self._first and len(steps) > 1:
             del steps[0]
         self._first = False
-        names = [field.name for field in fields(StepTimes)]
-        means = {name: fmean(getattr(step, name) for step in steps) for name in names}
-        return StepTimes(**means | {"steps": len(steps)})
+        means = map(fmean, zip(*steps, strict=True))
+        return StepTimes(*means)._replace(steps=len(steps))
 
-    def close(self) -> None:
+    def close(self, trainer: Trainer) -> None:
         """Stop listening; once."""
+        self.timer.detach(trainer, self._on_step)
         # one that failed is told no more
         if self._on_collective in self._listeners:
             self._listeners.remove(self._on_collective)
@@ -425,5 +415,5 @@ def _is_over(record: StepRecord, told: Iterable[CollectiveRecord]) -> bool:
     """Whether the device has come past all of it, so that its events can be read."""
     events = [end for _, _, end in record.marks]
     for one in told:
-        events += (one.events[1], one.wait_event) if one.events is not None else ()
+        events += (one.events[1], one.wait_event) if one.events else ()
     return all(map(is_reached, events))

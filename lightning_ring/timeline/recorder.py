@@ -8,6 +8,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from lightning_ring.comm.recording import CollectiveRecord
@@ -125,32 +126,30 @@ class Recorder:
             return
         self._closing.set()
         self._thread.join()
-        if self._failed:
-            return
-        try:
-            self._drain(to_the_end=True)
-            self._file.close(other | {"dropped": self._file.full})
-        except OSError as error:
-            self._give_up(error)
+        if not self._failed:
+            self._write(other)
 
     def _write_now_and_then(self) -> None:
         while not self._failed and not self._closing.wait(FLUSH_SECONDS):
-            try:
-                self._drain()
-            except OSError as error:
-                self._give_up(error)
+            self._write()
 
-    def _drain(self, *, to_the_end: bool = False) -> None:
+    def _write(self, other: dict[str, Any] | None = None) -> None:
+        """What the device has come to; with ``other`` everything, and the file's end."""
         was_full = self._file.full
         events: list[str] = []
-        while self._queue:
-            made = self._queue[0]()
-            # the device has not come so far
-            if made is None and not to_the_end:
-                break
-            self._queue.popleft()
-            events.extend(made or ())
-        self._file.append(events)
+        try:
+            while self._queue:
+                made = self._queue[0]()
+                # the device has not come so far
+                if made is None and other is None:
+                    break
+                self._queue.popleft()
+                events.extend(made or ())
+            self._file.append(events)
+            if other is not None:
+                self._file.close(other | {"dropped": self._file.full})
+        except OSError as error:
+            self._give_up(error)
         if self._file.full and not was_full:
             log.warning(
                 "lightning_ring: the timeline %s has reached its largest size and ends here; "
@@ -172,24 +171,16 @@ class Recorder:
 
     def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
         if record.events is None:
-            called, waits, until = record.called, record.waited_from, record.waited_until
-            times = [called, record.ended or until, waits, until]
+            waits, until = record.waited_from, record.waited_until
+            times = [record.called, record.ended or until, waits, until]
         else:
             # the host has only queued the wait: it is the stream that waits, from when it comes to
             # it
             called, over = record.events
             times = self._seconds(called, over, record.wait_event, over)
-        return self._events_of(record, step, *times) if times else None
-
-    def _events_of(
-        self,
-        record: CollectiveRecord,
-        step: int,
-        called: float,
-        ended: float,
-        waits: float,
-        until: float,
-    ) -> Iterable[str]:
+        if not times:
+            return None
+        called, ended, waits, until = times
         ended, until = max(called, ended), max(waits, until)
         # of two that overlap, the earlier one has the wire
         began = min(max(called, self._ended_before), ended)
@@ -204,9 +195,9 @@ class Recorder:
             "waited_us": round((until - waits) * 1e6, 1),
         }
         track, kind = track_of(record.name), record.kind.replace("_", "-")
-        yield from self._slice(track, kind, called, ended, args, queued=began)
+        events = self._slice(track, kind, called, ended, args, queued=began)
         named = track_name(track) if track != OTHER else record.name or kind
-        yield from self._slice(EXPOSED, f"wait for {named}", waits, until, what)
+        return chain(events, self._slice(EXPOSED, f"wait for {named}", waits, until, what))
 
     def _seconds(self, *marks: Any) -> list[float]:
         """Empty while the device has not come so far."""
@@ -225,9 +216,10 @@ class Recorder:
         """Events of one slice; before the first of a thread comes its name. A slice within it shows
         what was ``queued`` until then.
         """
-        title = track if isinstance(track, str) else track_name(track)
         if isinstance(track, str):
-            track = self._named.setdefault(track, NAMED + len(self._named))
+            title, track = track, self._named.setdefault(track, NAMED + len(self._named))
+        else:
+            title = track_name(track)
         if track not in self._ends:
             yield self._metadata(track, "thread_name", {"name": title})
             yield self._metadata(track, "thread_sort_index", {"sort_index": track})

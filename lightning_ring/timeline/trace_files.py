@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class TraceFile:
         for event in events:
             line = event.encode() + b"\n"
             self._room -= len(line)
-            self.full = self.full or self._room < 0
+            self.full |= self._room < 0
             if self.full:
                 break
             lines.append(line)
@@ -199,15 +199,15 @@ def remove_earlier(path: Path) -> None:
 # -- merging
 
 
-def gather_files(path: Path, run: str, comm: Communicator, number: int | None = None) -> list[str]:
+def gather_files(path: Path, run: str, comm: Communicator, number: int) -> list[str]:
     """Bring the files of ``run`` that rank 0 cannot see to rank 0's folder. Collective; all ranks
     have closed theirs.
 
-    ``number`` is that of this rank's file, where it is not the rank's. A file that cannot be read
-    or written is left out. Every rank gets the list of problems.
+    ``number`` is that of this rank's file. A file that cannot be read or written is left out. Every
+    rank gets the list of problems.
     """
-    mine = rank_file(path, comm.rank if number is None else number)
-    names = comm.all_gather_object(mine.name, name="timeline: names")
+    mine = rank_file(path, number).name
+    names = comm.all_gather_object(mine, name="timeline: names")
     seen = [_is_of(path.with_name(name), run) for name in names]
     problems = []
     for rank, of_run in enumerate(comm.broadcast_object(seen, name="timeline: seen files")):
@@ -223,21 +223,21 @@ def _is_of(file: Path, run: str) -> bool:
         return False
 
 
-def _send(file: Path, rank: int, comm: Communicator) -> str | None:
-    """From ``rank`` to rank 0; every rank takes part."""
-    content: bytes | OSError = b""
+def _send(file: Path, rank: int, comm: Communicator) -> str:
+    """From ``rank`` to rank 0; every rank takes part. Returns what went wrong, or ""."""
+    content, problem = b"", ""
     try:
         content = file.read_bytes() if comm.rank == rank else b""
     except OSError as error:
-        content = error
-    content = comm.broadcast_object(content, src=rank, name="timeline: a file")
-    problem = str(content) if isinstance(content, OSError) else None
+        problem = str(error)
+    sent = content, problem
+    content, problem = comm.broadcast_object(sent, src=rank, name="timeline: a file")
     try:
-        if comm.rank == 0 and isinstance(content, bytes):
+        if comm.rank == 0 and not problem:
             file.write_bytes(content)
     except OSError as error:
         problem = str(error)
-    received: str | None = comm.broadcast_object(problem, name="timeline: problem")
+    received: str = comm.broadcast_object(problem, name="timeline: problem")
     return received
 
 
@@ -251,7 +251,7 @@ class Merged:
     # ``otherData`` of each rank with a file
     others: dict[int, dict[str, Any]]
     # files that were not taken, and why
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[str]
     num_events: int = 0
 
     @property
@@ -281,9 +281,7 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     others, left_out = {}, []
     for rank, file in files.items():
         try:
-            other = read_other(file)
-            _check(other)
-            others[rank] = other
+            others[rank] = _checked(read_other(file))
         # of damaged ``otherData``: anything
         except Exception as error:
             left_out.append(f"{file.name}: {error!r:.200}")
@@ -302,7 +300,7 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     return merged
 
 
-def _check(other: dict[str, Any]) -> None:
+def _checked(other: dict[str, Any]) -> dict[str, Any]:
     """Raises an error of some kind unless this is what a `Session` writes."""
     world_size, rank = other["world_size"], other["rank"]
     if type(world_size) is not int or not 0 < world_size <= _MOST_RANKS:
@@ -312,6 +310,7 @@ def _check(other: dict[str, Any]) -> None:
         raise ValueError("its clock is damaged")
     if not {"generator", "run", "began"} <= other.keys():
         raise ValueError("it does not name its run")
+    return other
 
 
 def _write(merged: Merged, newest: dict[str, Any], files: dict[int, Path]) -> None:

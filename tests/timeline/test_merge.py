@@ -152,7 +152,9 @@ def test_without_a_shared_folder_files_travel_to_rank_0(tmp_path):
     for rank in range(2):
         record_rank(folders[rank] / "t.json", rank, 3)
     record_rank(folders[0] / "t.json", 1, 3, run="a")
-    results = run_ranks(3, lambda comm: gather_files(folders[comm.rank] / "t.json", "b", comm))
+    results = run_ranks(
+        3, lambda comm: gather_files(folders[comm.rank] / "t.json", "b", comm, comm.rank)
+    )
     assert results[0] == results[1] == results[2]
     assert len(results[0]) == 1
     assert "rank 2: " in results[0][0]

@@ -8,11 +8,12 @@ import argparse
 import json
 import math
 import platform
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -69,19 +70,16 @@ def fitted_models(timings: Sequence[Timing], world_size: int) -> list[dict[str, 
     measured.
     """
     found = []
-    measured = [timing for timing in timings if timing.backend != COPY]
-    for collective, backend in dict.fromkeys((one.collective, one.backend) for one in measured):
-        medians = [
-            (one.num_bytes, one.median)
-            for one in measured
-            if (one.collective, one.backend) == (collective, backend)
-        ]
-        sizes, seconds = zip(*medians, strict=True)
-        if len(set(sizes)) > 1:
-            model = fit(sizes, seconds, world_size, collective=cast("Any", collective))
+    medians: dict[tuple[Any, str], dict[int, float]] = defaultdict(dict)
+    for one in timings:
+        if one.backend != COPY:
+            medians[one.collective, one.backend][one.num_bytes] = one.median
+    for (collective, backend), times in medians.items():
+        if len(times) > 1:
+            model = fit([*times], [*times.values()], world_size, collective=collective)
             residual = max(
                 abs(model.seconds(size, world_size, collective) / time - 1)
-                for size, time in medians
+                for size, time in times.items()
             )
             about = {"collective": collective, "backend": backend, "residual": residual}
             found.append(about | asdict(model))
@@ -114,7 +112,11 @@ def bench_json(
 
     A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
     """
-    versions = {"lightning_ring": lightning_ring.__version__, "torch": torch.__version__}
+    versions = {
+        "lightning_ring": lightning_ring.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     rows = []
     for timing in timings:
         bus = timing.bus_bandwidth(world["world_size"])
@@ -124,13 +126,8 @@ def bench_json(
         {**model, "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None}
         for model in models
     ]
-    return {
-        "world": dict(world),
-        "versions": versions | {"python": platform.python_version()},
-        "missing": dict(missing),
-        "timings": rows,
-        "models": finite,
-    }
+    about = {"world": world, "versions": versions, "missing": missing}
+    return about | {"timings": rows, "models": finite}
 
 
 TIMEOUT = timedelta(minutes=2)
@@ -170,7 +167,7 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
             say(*timing_lines(found, info.world_size, options.compare))
     models = fitted_models(timings, info.world_size)
     say(*model_lines(models))
-    if info.rank == 0 and options.json is not None:
+    if info.rank == 0 and options.json:
         content = bench_json(timings, models, world, missing)
         Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     control.barrier()  # a rank that ended now would be taken for one that failed

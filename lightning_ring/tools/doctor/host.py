@@ -25,11 +25,12 @@ def check_threads(request: DoctorRequest) -> Iterator[Finding]:
     if (quota := cgroup_quota()) < cores:
         found += f", {quota:g} at a time (the container's or job's quota)"
     if ranks > usable:
-        advice = (
+        yield warning(
+            "cores",
+            found,
             f"The ranks take turns. Start {usable}, or allow the job more cores: `taskset -cp $$` "
-            "shows what binds this shell (Slurm: --cpus-per-task)."
+            "shows what binds this shell (Slurm: --cpus-per-task).",
         )
-        yield warning("cores", found, advice)
     else:
         yield ok("cores", found)
     yield _threads(request.environ.get("OMP_NUM_THREADS", ""), usable, ranks)
@@ -61,12 +62,15 @@ def check_memory(_: DoctorRequest) -> list[Finding]:
     found = f"{free:,.0f} MiB free of {usage.total / _MIB:,.0f}"
     if free >= _SHM_GOOD:
         return [ok(name, found)]
-    advice = (
+    say = broken if free < _SHM_LEAST else warning
+    finding = say(
+        name,
+        found,
         "MPI and NCCL need it, and without it data-loader workers die of a bus error. Remove what "
         "an ended job left (`ls -l /dev/shm`: sm_segment.*, torch_*, nccl-*), or enlarge it: a "
-        "container needs --shm-size=8g (or --ipc=host), a host `mount -o remount,size=8g /dev/shm`."
+        "container needs --shm-size=8g (--ipc=host), a host `mount -o remount,size=8g /dev/shm`.",
     )
-    return [(broken if free < _SHM_LEAST else warning)(name, found, advice)]
+    return [finding]
 
 
 def check_network(request: DoctorRequest) -> Iterator[Finding]:

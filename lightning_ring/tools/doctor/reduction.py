@@ -30,7 +30,7 @@ _NOISE = (
 def check(request: DoctorRequest) -> Iterator[Finding]:
     """Two ranks on this host."""
     here, found = ("-n", "2"), []
-    if chosen_mpirun(request) is not None:
+    if chosen_mpirun(request):
         found = _trial(request, here, "cpu auto gloo mpi", "2 ranks through mpirun")
         yield from found
     if not found or worst(found) == "broken":

@@ -18,7 +18,7 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.comm.cost import TCP_ALPHA_SECONDS, CostModel
+from lightning_ring.comm.cost import PASSES, TCP_ALPHA_SECONDS, CostModel
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.whole_file import write_whole
 
@@ -31,7 +31,6 @@ NETWORKS = {
     f"{gbit:g}gbit": CostModel(TCP_ALPHA_SECONDS, gbit * _GBIT * _TCP_SHARE)
     for gbit in (1, 2.5, 10, 25, 100)
 }
-PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ def line_chart(title: str, lines: Mapping[int, Sequence[tuple[float, float]]]) -
     arrays = {number: np.array(points, dtype=float) for number, points in lines.items()}
     values = np.concatenate([*arrays.values()])[:, 1]
     finite = values[np.isfinite(values)]
-    is_loss = finite.size > 0 and "loss" in title.lower()
-    log = is_loss and finite.max() > 20 * finite.min() > 0
+    log = "loss" in title.lower() and finite.size and finite.max() > 20 * finite.min() > 0
     figure = Figure(figsize=(4.8, 2.5), layout="constrained")
     axes: Any = figure.add_subplot()
     for number, array in arrays.items():
