@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -47,20 +46,3 @@ def check_output(option: str, path: str | Path | None) -> None:
         raise ConfigurationError(
             f"{option} {path}: cannot be written. Name a file in an existing folder."
         )
-
-
-def check_plot(path: str | Path | None) -> None:
-    """Raises `ConfigurationError` if matplotlib is not installed, or does not write files of
-    that name.
-    """
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "--plot needs matplotlib, which is not installed: `pip install matplotlib`."
-        )
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigurationError(
-            f"--plot {path}: the name of the file must end in .png, .svg or .pdf."
-        )
-    check_output("--plot", path)

@@ -75,8 +75,7 @@ class _Refused(argparse.Action):
 
 def add_horovodrun(parser: argparse.ArgumentParser) -> None:
     """The options of horovodrun that have no other name here, and the refusal of the rest."""
-    group = parser.add_argument_group("as horovodrun takes them")
-    add = group.add_argument
+    add = parser.add_argument_group("as horovodrun takes them").add_argument
     add(
         "--network-interfaces",
         "--network-interface",
@@ -122,8 +121,7 @@ def variables(options: argparse.Namespace, *, here: bool) -> dict[str, str]:
         readers = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
         found |= dict.fromkeys(readers, ",".join(names))
     if options.timeline_filename:
-        path = os.path.abspath(options.timeline_filename)
-        found["HOROVOD_TIMELINE"] = path
+        found["HOROVOD_TIMELINE"] = os.path.abspath(options.timeline_filename)
         found["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(options.timeline_mark_cycles))
     elif options.timeline_mark_cycles:
         raise ConfigurationError("--timeline-mark-cycles goes with --timeline-filename FILE.")

@@ -28,9 +28,14 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--workers {workers}: expected 1 or more.")
     if options.verify and options.append:
         raise ConfigurationError("--verify and --append were given, expected one of them.")
+    expected, number = ("DST alone", 1) if options.verify else ("SRC and DST", 2)
+    if len(options.paths) != number:
+        raise ConfigurationError(
+            f"expected {expected}, got {len(options.paths)} paths. See `lightning-ring pack -h`."
+        )
     goes_on = "" if options.verify else " The same command goes on after the last finished shard."
     try:
-        return _verify(options.paths, workers) if options.verify else _pack(options, workers)
+        return _verify(options.paths[0], workers) if options.verify else _pack(options, workers)
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "PIL", "simplejpeg", "tqdm"):
             raise
@@ -45,11 +50,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"lightning-ring pack: {where}{error.strerror or error}.{goes_on}", file=sys.stderr)
-        return 1
+        problem = f"{where}{error.strerror or error}.{goes_on}"
     except ShardError as error:
-        print(f"lightning-ring pack: {error}", file=sys.stderr)
-        return 1
+        problem = str(error)
+    print(f"lightning-ring pack: {problem}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,11 +110,8 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def _verify(paths: Sequence[Path], workers: int) -> int:
+def _verify(root: Path, workers: int) -> int:
     """List what is damaged; 1 if that is anything."""
-    if len(paths) != 1:
-        raise ConfigurationError(f"--verify takes DST alone, got {len(paths)} paths.")
-    (root,) = paths
     # deferred: --help needs neither numpy nor Pillow
     from lightning_ring.data.shards import read_manifest, verify
 
@@ -133,10 +135,6 @@ def _verify(paths: Sequence[Path], workers: int) -> int:
 
 
 def _pack(options: argparse.Namespace, workers: int) -> int:
-    if len(options.paths) != 2:
-        raise ConfigurationError(
-            f"expected SRC and DST, got {len(options.paths)} paths. See `lightning-ring pack -h`."
-        )
     source, target = options.paths
     from lightning_ring.data.packing.run import pack
     from lightning_ring.data.packing.sources import read_classes
@@ -201,12 +199,12 @@ def _summarise(manifest: Manifest, target: Path) -> None:
         print(
             f"not turned: {_count(number, 'image')} with an EXIF orientation; --upright turns them"
         )
-    report = target / (f"{manifest.index}/report.csv" if manifest.generation else "report.csv")
+    report = f"{manifest.index}/report.csv" if manifest.generation else "report.csv"
     if counts.get("added") == 0:
-        report = target / NOT_ADDED
+        report = NOT_ADDED
     for what in ("left out", "empty classes", "converted"):
-        if number := counts.get(what):
-            print(f"{what}: {number}, listed in {report}")
+        if number := counts.get(what, 0):
+            print(f"{what}: {number}, listed in {target / report}")
 
 
 def _count(number: int, noun: str) -> str:

@@ -128,8 +128,9 @@ class RingProfile(Callback):
         # Backward ends with its last gradient, and waits for nobody.
         phases = Phases(**middle | {"backward": gradients[-1].ready})
         if trainer.world_size > 1:
-            own = phases, gradients
-            everyones = strategy.communicator.all_gather_object(own, name="profiles")
+            everyones = strategy.communicator.all_gather_object(
+                (phases, gradients), name="profiles"
+            )
             phases, gradients = max(everyones, key=lambda one: one[0].forward + one[0].backward)
         if trainer.is_global_zero:
             num_parameters = sum(param.numel() for param in module.parameters())

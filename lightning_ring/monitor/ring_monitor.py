@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -33,7 +33,6 @@ from lightning_ring.monitor.ring_report import (
 )
 from lightning_ring.monitor.step_times import StepTimes, StepWindow
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 # parts of what a monitor shows that fail, and are left out, by themselves
@@ -53,9 +52,7 @@ class MonitorFailures:
     def __init__(self) -> None:
         self._failed: set[str] = set()
 
-    def run(
-        self, part: str, default: T, compute: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def run(self, part: str, default: T, compute: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """What ``compute`` returns, or ``default`` where it raises."""
         try:
             return compute(*args, **kwargs)
@@ -212,8 +209,8 @@ class RingMonitor(Callback):
         due = every > 0 and (loop.epoch_loop._batches_that_stepped + 1) % every == 0
         if not due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
-        automatic = trainer.lightning_module.automatic_optimization
-        return not automatic or not loop._should_accumulate()
+        manual = not trainer.lightning_module.automatic_optimization
+        return manual or not loop._should_accumulate()
 
     # -- one row a rank
 

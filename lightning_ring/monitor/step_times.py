@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from statistics import fmean
@@ -93,15 +93,14 @@ class StepRecord:
     def __init__(self) -> None:
         self.began = self.total = 0.0
         self.marks: list[tuple[str, Mark, Mark]] = []
-        self._open: dict[str, list[Mark]] = {}
+        self._open = defaultdict[str, list[Mark]](list)
 
     def begin(self, phase: str, mark: Mark) -> None:
-        self._open.setdefault(phase, []).append(mark)
+        self._open[phase].append(mark)
 
     def end(self, phase: str, mark: Mark) -> None:
         """Of a phase that was begun twice only the outer end counts."""
-        begins = self._open.get(phase)
-        if begins:
+        if begins := self._open[phase]:
             begin = begins.pop()
             if not begins:
                 self.marks.append((phase, begin, mark))
@@ -190,7 +189,7 @@ class StepTimer:
         self.inner = inner
         # seconds, monotonic
         self._clock = time.perf_counter
-        self._device, self._on_gpu = device, is_gpu(device)
+        self._device = device
         self.listeners: list[Callable[[StepRecord], None]] = []
         self.interruption_listeners: list[Callable[[str, float, float], None]] = []
         self.failure: Exception | None = None
@@ -271,8 +270,8 @@ class StepTimer:
         self._record, self._began = StepRecord(), None
 
     def _mark(self, phase: str) -> Mark:
-        on_host = not self._on_gpu or phase in ("data", "copy")
-        return self._clock() if on_host else now(self._device)
+        on_device = is_gpu(self._device) and phase not in ("data", "copy")
+        return now(self._device) if on_device else self._clock()
 
     # what else the Trainer asks of its profiler, the inner one answers
     def __getattr__(self, name: str) -> Any:

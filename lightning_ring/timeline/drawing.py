@@ -5,7 +5,6 @@ and was waited for. Needs matplotlib.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,8 @@ _COLOURS = {
 _CHARACTER = 0.0055
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """Something that lasted from ``start`` to ``stop``, in milliseconds. Bars of a lane (its rank
-    and its own name) share a row.
-
-    ``text`` is written inside the bar if it fits.
-    """
-
-    lane: tuple[str, str]
-    text: str
-    start: float
-    stop: float
+# its lane (a rank, and a name), what is written inside if it fits, begin and end in milliseconds
+Bar = tuple[tuple[str, str], str, float, float]
 
 
 def plot(trace: Path, path: Path, steps: tuple[int, int] | None) -> None:
@@ -52,21 +41,18 @@ def plot(trace: Path, path: Path, steps: tuple[int, int] | None) -> None:
     from matplotlib.figure import Figure
 
     bars = read_trace(trace, steps)
-    lanes = list(dict.fromkeys(bar.lane for bar in bars))
+    lanes = list(dict.fromkeys(bar[0] for bar in bars))
     figure = Figure(figsize=(12, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
     axes = figure.add_subplot(ylim=(len(lanes) - 0.5, -0.5), xlabel="milliseconds")
-    span = max(bar.stop for bar in bars)
-    for bar in bars:
-        row, width = lanes.index(bar.lane), bar.stop - bar.start
-        colour = next(
-            colour
-            for word, colour in _COLOURS.items()
-            if bar.text == word or bar.lane[1].startswith(word)
-        )
-        axes.barh(row, width, left=bar.start, color=colour)
-        if width > len(bar.text) * _CHARACTER * span:
-            middle = bar.start + width / 2
-            axes.text(middle, row, bar.text, ha="center", va="center", fontsize=6, clip_on=True)
+    span = max(stop for *_, stop in bars)
+    for lane, text, start, stop in bars:
+        row, width = lanes.index(lane), stop - start
+        colours = _COLOURS.items()
+        colour = next(one for word, one in colours if text == word or lane[1].startswith(word))
+        axes.barh(row, width, left=start, color=colour)
+        if width > len(text) * _CHARACTER * span:
+            middle = (start + stop) / 2
+            axes.text(middle, row, text, ha="center", va="center", fontsize=6, clip_on=True)
     for rank in dict.fromkeys(rank for rank, _ in lanes):
         rows = [row for row, lane in enumerate(lanes) if lane[0] == rank]
         axes.axhline(rows[-1] + 0.5, color="black", linewidth=0.8)
@@ -80,7 +66,20 @@ def plot(trace: Path, path: Path, steps: tuple[int, int] | None) -> None:
 
 def read_trace(trace: Path, steps: tuple[int, int] | None) -> list[Bar]:
     try:
-        return _bars(json.loads(trace.read_text())["traceEvents"], steps)
+        events = json.loads(trace.read_text())["traceEvents"]
+        begin, end = _span(events, steps)
+        names, bars = {}, []
+        for event in events:
+            if event["name"] in ("process_name", "thread_name"):
+                names[event["pid"], event["tid"]] = event["args"]["name"]
+        for event in sorted(events, key=lambda event: (event["pid"], event["tid"])):
+            start, stop = event["ts"], event["ts"] + event.get("dur", 0)
+            if event["ph"] == "X" and start < end and stop > begin:
+                # a process's own name has thread 0
+                lane = names[event["pid"], 0], names[event["pid"], event["tid"]]
+                start, stop = ((min(end, max(begin, at)) - begin) / 1e3 for at in (start, stop))
+                bars.append((lane, event["name"], start, stop))
+        return bars
     except ConfigurationError:
         raise
     # of damaged events: anything
@@ -88,22 +87,6 @@ def read_trace(trace: Path, steps: tuple[int, int] | None) -> list[Bar]:
         raise ConfigurationError(
             f"{trace} is a damaged timeline ({error!r:.200}). Merge it again from the ranks' files."
         ) from error
-
-
-def _bars(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> list[Bar]:
-    begin, end = _span(events, steps)
-    names, bars = {}, []
-    for event in events:
-        if event["name"] in ("process_name", "thread_name"):
-            names[event["pid"], event["tid"]] = event["args"]["name"]
-    for event in sorted(events, key=lambda event: (event["pid"], event["tid"])):
-        start, stop = event["ts"], event["ts"] + event.get("dur", 0)
-        if event["ph"] == "X" and start < end and stop > begin:
-            # a process's own name has thread 0
-            lane = names[event["pid"], 0], names[event["pid"], event["tid"]]
-            start, stop = ((min(end, max(begin, at)) - begin) / 1e3 for at in (start, stop))
-            bars.append(Bar(lane, event["name"], start, stop))
-    return bars
 
 
 def _span(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> tuple[float, float]:

@@ -66,7 +66,7 @@ class Recorder:
         process: The name of the rank in the trace, and ``label`` what stands beside it.
         zero: The trace's zero, in seconds of `time.perf_counter`.
         seconds_of: Turns a CUDA event into such seconds, or into `None` while the device has not
-            reached it.
+            reached it; `None` where there are no events.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Recorder:
         self._file = file
         self._pid = pid
         self._zero = zero
-        self._seconds_of: Callable[[Any], Any] = seconds_of or (lambda mark: None)
+        self._seconds_of: Any = seconds_of
         self._queue = deque[Callable[[], Iterable[str] | None]]()
-        self._step_began = self._ended_before = float("-inf")
+        self._step_began = self._ended_before = -math.inf
         self._ends: dict[int, int] = {}  # of the last slice of each track, nanoseconds
         self._named: dict[str, int] = {}
         self._failed = False

@@ -24,7 +24,6 @@ from lightning_ring.timeline.trace_files import (
     TraceFile,
     gather_files,
     merge,
-    numbered,
     rank_file,
     remove_earlier,
 )
@@ -118,7 +117,7 @@ class Session:
         log.info(
             "lightning_ring: timeline of %d rank(s), %d events: %s. Open it in "
             "https://ui.perfetto.dev",
-            len(merged.ranks),
+            len(merged.others),
             merged.num_events,
             self.path,
         )
@@ -150,8 +149,7 @@ def start_session(
     except ConfigurationError as error:
         problem = str(error)
     if comm:
-        start = path, run, problem
-        path, run, problem = comm.broadcast_object(start, name="timeline: start")
+        path, run, problem = comm.broadcast_object((path, run, problem), name="timeline: start")
     if problem:
         raise ConfigurationError(problem)
     alone = ClockReading(0.0, 0.0, time.perf_counter(), shared=True)
@@ -197,8 +195,7 @@ def join_session(
     if session:
         return None
     try:
-        zero = other["rank"]["zero"] + clock.offset
-        joined = Session(path, other, number, zero, clock, device)
+        joined = Session(path, other, number, other["rank"]["zero"] + clock.offset, clock, device)
     except OSError as error:
         log.warning(
             "lightning_ring: process %d joins, and does not record its timeline: %s", number, error
@@ -216,7 +213,8 @@ def _take_name(path: Path) -> Path:
     if number == 1:
         remove_earlier(path)
     _times_started[path] = number
-    return numbered(path, number)
+    # what one script records is not replaced by what it records next
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
 
 
 def _cannot_write(why: str) -> str:

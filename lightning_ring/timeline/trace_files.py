@@ -48,8 +48,6 @@ class TraceFile:
         self.path = path
         # events were dropped because the file had its largest size
         self.full = False
-        # events written
-        self.num_events = 0
         header = _other_line(other)
         # the last line is longer than the first
         self._room = max_bytes - 3 * len(header)
@@ -82,7 +80,6 @@ class TraceFile:
                 break
             lines.append(line)
         self._write(b"".join(lines))
-        self.num_events += len(lines)
 
     def close(self, other: dict[str, Any]) -> None:
         """Write the final ``otherData`` and close the file. Calling it twice is fine."""
@@ -152,13 +149,6 @@ def read_events(path: Path) -> Iterator[bytes]:
 # -- names
 
 
-def numbered(path: Path, number: int) -> Path:
-    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it
-    records next.
-    """
-    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
-
-
 def rank_file(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}.rank{rank}.jsonl")
 
@@ -169,12 +159,6 @@ def rank_files(path: Path) -> dict[int, Path]:
     files = path.absolute().parent.glob("*.jsonl")
     found = [(int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))]
     return dict(sorted(found))
-
-
-def timelines_in(folder: Path) -> list[Path]:
-    """Names under which ``folder`` holds ranks' files: ``trace.json`` for ``trace.rank0.jsonl``."""
-    stems = {re.sub(r"\.rank\d+$", "", file.stem) for file in folder.glob("?*.rank[0-9]*.jsonl")}
-    return [folder / f"{stem}.json" for stem in sorted(stems)]
 
 
 def remove_earlier(path: Path) -> None:
@@ -206,8 +190,7 @@ def gather_files(path: Path, run: str, comm: Communicator, number: int) -> list[
     ``number`` is that of this rank's file. A file that cannot be read or written is left out. Every
     rank gets the list of problems.
     """
-    mine = rank_file(path, number).name
-    names = comm.all_gather_object(mine, name="timeline: names")
+    names = comm.all_gather_object(rank_file(path, number).name, name="timeline: names")
     seen = [_is_of(path.with_name(name), run) for name in names]
     problems = []
     for rank, of_run in enumerate(comm.broadcast_object(seen, name="timeline: seen files")):
@@ -230,8 +213,7 @@ def _send(file: Path, rank: int, comm: Communicator) -> str:
         content = file.read_bytes() if comm.rank == rank else b""
     except OSError as error:
         problem = str(error)
-    sent = content, problem
-    content, problem = comm.broadcast_object(sent, src=rank, name="timeline: a file")
+    content, problem = comm.broadcast_object((content, problem), src=rank, name="timeline: a file")
     try:
         if comm.rank == 0 and not problem:
             file.write_bytes(content)
@@ -253,10 +235,6 @@ class Merged:
     # files that were not taken, and why
     left_out: list[str]
     num_events: int = 0
-
-    @property
-    def ranks(self) -> list[int]:
-        return list(self.others)
 
     @property
     def missing(self) -> list[int]:

@@ -99,8 +99,8 @@ def measure(
         for name in calls:
             # of each call the slowest rank's
             longest = sorted(map(max, zip(*(own[name] for own in by_rank), strict=True)))
-            p95 = longest[int(0.95 * len(longest))]
-            middle, count = statistics.median(longest), len(longest)
+            count, middle = len(longest), statistics.median(longest)
+            p95 = longest[int(0.95 * count)]
             found.append(Timing(collective, name, total.nbytes, middle, longest[0], p95, count))
         yield found
 

@@ -43,8 +43,7 @@ def check_engine(request: DoctorRequest) -> list[Finding]:
 def check_launcher(request: DoctorRequest) -> list[Finding]:
     if request.part and request.launcher:
         return []  # its variables are those by which the doctor of another host started this one
-    name, advice = "launcher", "Variables of a launcher are left here: `python train.py` would "
-    advice += "wait for ranks that nobody starts. "
+    name, advice = "launcher", "A launcher's variables are left: `python train.py` would wait. "
     try:
         found = launcher_variables(request.environ)
     except RankDiscoveryError as error:

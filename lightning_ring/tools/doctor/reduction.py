@@ -43,8 +43,7 @@ def check(request: DoctorRequest) -> Iterator[Finding]:
 def check_across(hosts: Sequence[Host], request: DoctorRequest) -> list[Finding]:
     """One rank on each host."""
     where = ["-n", str(len(hosts)), "-H", ",".join(f"{host.name}:1" for host in hosts)]
-    how = f"a rank on each of {len(hosts)} hosts"
-    return _trial(request, where, "cpu auto gloo mpi", how)
+    return _trial(request, where, "cpu auto gloo mpi", f"a rank on each of {len(hosts)} hosts")
 
 
 def _trial(request: DoctorRequest, where: Sequence[str], what: str, how: str) -> list[Finding]:

@@ -29,8 +29,7 @@ def facts() -> dict[str, Any]:
         try:
             answers[name] = question()
         except Exception as error:
-            answers[name] = None
-            answers[f"{name} error"] = _first_line(error)
+            answers |= {name: None, f"{name} error": _first_line(error)}
     return answers
 
 

@@ -57,8 +57,9 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
     )
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in asdict(phases).items())
     yield f"a step of one rank alone takes {1e3 * phases.alone:.1f} ms: {parts}"
-    links = [("between nodes", network)] + ([("in a node", node)] if node else [])
-    for where, link in links:
+    for where, link in (("between nodes", network), ("in a node", node)):
+        if link is None:
+            continue
         cost = link.costs["all_reduce"]
         alpha, speed = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e9
         yield f"{where}: {link.name}: {alpha:,.4g} µs a message, {speed:.3g} GB/s"
