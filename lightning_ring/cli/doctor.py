@@ -51,8 +51,11 @@ def _parser() -> argparse.ArgumentParser:
         "line is wrong.",
     )
     add = parser.add_argument
-    ranks = "ranks here (default: one a GPU, min. 2)"
-    add_ranks(parser, ranks, "check these hosts, and compare them")
+    add_ranks(
+        parser,
+        "ranks here (default: one a GPU, min. 2)",
+        "check these hosts, and compare them",
+    )
     add("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them")
     add(
         "--timeout",
@@ -104,9 +107,12 @@ def _conclude(
     findings = [*chain.from_iterable(report.findings for report in reports), *between]
     state = worst(findings)
     if options.json:
-        hosts = [report.as_json() for report in reports]
-        rest = [asdict(finding) for finding in between]
-        print(json.dumps({"state": state, "hosts": hosts, "between_hosts": rest}, indent=1))
+        whole = {
+            "state": state,
+            "hosts": [report.as_json() for report in reports],
+            "between_hosts": [asdict(finding) for finding in between],
+        }
+        print(json.dumps(whole, indent=1))
     else:
         print(last_line(findings))
     return int(state == "broken")

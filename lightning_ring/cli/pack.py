@@ -126,11 +126,16 @@ def _verify(root: Path, workers: int) -> int:
     for problem in problems:
         print(problem)
     if problems:
-        found = _count(len(problems), "problem")
-        print(f"{root}: {found}. Restore these files, or pack the images again.", file=sys.stderr)
+        print(
+            f"{root}: {_count(len(problems), 'problem')}. Restore these files, or pack the images "
+            "again.",
+            file=sys.stderr,
+        )
         return 1
-    images, shards = _count(manifest.samples, "image"), _count(len(manifest.shards), "shard")
-    print(f"{root}: {images} in {shards}, all as they were packed.")
+    print(
+        f"{root}: {_count(manifest.samples, 'image')} in {_count(len(manifest.shards), 'shard')}, "
+        "all as they were packed."
+    )
     return 0
 
 
@@ -193,8 +198,10 @@ def _summarise(manifest: Manifest, target: Path) -> None:
         f"{size:.1f} MiB ({done})"
     )
     if "added" in counts:
-        added, there = _count(counts["added"], "image"), counts["there"]
-        print(f"generation {manifest.generation}: {added} added, {there} were there already")
+        print(
+            f"generation {manifest.generation}: {_count(counts['added'], 'image')} added, "
+            f"{counts['there']} were there already"
+        )
     if number := counts["not turned"]:
         print(
             f"not turned: {_count(number, 'image')} with an EXIF orientation; --upright turns them"

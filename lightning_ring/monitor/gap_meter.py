@@ -97,11 +97,11 @@ class GapReport:
 
     def table(self) -> str:
         """Plain text: images per second a source, the gap, the waiting, the verdict."""
-        speeds = self.images_per_second
+        speeds = self.images_per_second.items()
         lines = [
             f"gap meter, {len(self.ranks)} rank(s), {self.ranks[0].batch_size} images a rank and "
             "step",
-            *(f"{source:<23}  {speeds[source]:>10.1f} images/s" for source in SOURCES),
+            *(f"{source:<23}  {speed:>10.1f} images/s" for source, speed in speeds),
             f"gap between synthetic and real: {100 * self.gap:.1f} %",
             f"share of a step spent waiting for data on rank {self.waiting_rank}: "
             f"p50 {100 * self.wait_p50:.1f} %, p95 {100 * self.wait_p95:.1f} %",

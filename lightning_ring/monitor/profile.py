@@ -136,8 +136,14 @@ class RingProfile(Callback):
             num_parameters = sum(param.numel() for param in module.parameters())
             environment = getattr(strategy, "ring_environment", None)
             nodes = trainer.num_nodes if environment is None else environment.num_nodes()
-            ran = trainer.world_size, int(nodes), device.type, self.steps
-            run = Run(*ran, type(module).__name__, num_parameters)
+            run = Run(
+                trainer.world_size,
+                int(nodes),
+                device.type,
+                self.steps,
+                type(module).__name__,
+                num_parameters,
+            )
             write_profile(Profile(run, phases, tuple(gradients)), self.path)
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan "

@@ -35,12 +35,6 @@ from lightning_ring.monitor.step_times import StepTimes, StepWindow
 
 T = TypeVar("T")
 
-# parts of what a monitor shows that fail, and are left out, by themselves
-_OPTIMIZERS = "numbers of the optimizers"
-_SKIPPED = "skipped steps"
-_PAGES = "TensorBoard pages"
-_REPORT = "report"
-
 
 class MonitorFailures:
     """Runs a monitor's own computations, each of which belongs to a part of what it shows.
@@ -186,7 +180,7 @@ class RingMonitor(Callback):
                 "gradient norms", UNKNOWN, gradient_squares, trainer.strategy, optimizer
             )
             # After the step a schedule has set the next one's.
-            fit.rates = fit.run(_OPTIMIZERS, {}, learning_rates, trainer.optimizers)
+            fit.rates = fit.run("numbers of the optimizers", {}, learning_rates, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -224,7 +218,7 @@ class RingMonitor(Callback):
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
         skipped, uncounted = nothing
         if fit.skipped:
-            skipped, uncounted = fit.run(_SKIPPED, nothing, fit.skipped.count)
+            skipped, uncounted = fit.run("skipped steps", nothing, fit.skipped.count)
         squares = [fit.squares.get(optimizer, UNKNOWN) for optimizer in trainer.optimizers]
         fit.squares.clear()
 
@@ -235,7 +229,7 @@ class RingMonitor(Callback):
 
         # on their way to the host before the rows are sent
         optimizers = trainer.optimizers if is_zero else []
-        ratios = fit.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
+        ratios = fit.run("numbers of the optimizers", torch.empty(0), trust_ratios, optimizers)
         # where ranks may die all of them have to get the same rows
         together = getattr(trainer.strategy, "call_together", None)
         rows = exchange() if together is None else together(lambda: exchange().table())
@@ -249,13 +243,13 @@ class RingMonitor(Callback):
             return
         fit.pending = None
         pending.wait()
-        report = fit.run(_REPORT, None, pending.report)
+        report = fit.run("report", None, pending.report)
         if report is None:
             return
         self.report = report
         if not trainer.is_global_zero:
             return
-        scalars = fit.run(_REPORT, {}, report.scalars)
+        scalars = fit.run("report", {}, report.scalars)
         algorithm = getattr(trainer.strategy, "algorithm", None)
         if metrics := getattr(algorithm, "metrics", None):
             scalars |= {f"ring/{name}": value for name, value in metrics().items()}
@@ -289,7 +283,7 @@ class _Fit(MonitorFailures):
         self.window = StepWindow(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.run(
-            _SKIPPED, None, SkippedSteps, trainer.optimizers, scaler
+            "skipped steps", None, SkippedSteps, trainer.optimizers, scaler
         )
         if getattr(trainer.strategy, "communicator", None) is None and trainer.world_size > 1:
             rank_zero_warn(
@@ -305,12 +299,12 @@ class _Fit(MonitorFailures):
 
     def open_pages(self, trainer: Trainer, begins: bool = True) -> None:
         """On rank 0."""
-        self.dashboard = self.run(_PAGES, None, Dashboard, trainer, begins=begins)
+        self.dashboard = self.run("TensorBoard pages", None, Dashboard, trainer, begins=begins)
 
     def tell(self, what: Callable[..., None], *arguments: Any) -> None:
         """Call a method of the dashboard, on rank 0."""
         if self.dashboard:
-            self.run(_PAGES, None, what, self.dashboard, *arguments)
+            self.run("TensorBoard pages", None, what, self.dashboard, *arguments)
 
     def close(self, trainer: Trainer) -> None:
         self.window.close(trainer)

@@ -90,7 +90,10 @@ class Recorder:
         self._failed = False
         self._closing = threading.Event()
         named = {"name": process}, {"labels": label}, {"sort_index": pid}
-        file.append(self._metadata(0, f"process_{what}", one) for one in named for what in one)
+        events = (
+            self._event("M", 0, f"process_{what}", one, ts=0) for one in named for what in one
+        )
+        file.append(events)
         self._thread = threading.Thread(
             target=self._write_now_and_then, name="lightning_ring timeline", daemon=True
         )
@@ -221,21 +224,18 @@ class Recorder:
         else:
             title = track_name(track)
         if track not in self._ends:
-            yield self._metadata(track, "thread_name", {"name": title})
-            yield self._metadata(track, "thread_sort_index", {"sort_index": track})
+            yield self._event("M", track, "thread_name", {"name": title}, ts=0)
+            yield self._event("M", track, "thread_sort_index", {"sort_index": track}, ts=0)
         start, stop = (round((at - self._zero) * 1e9) for at in (begin, end))
         start = max(0, start, self._ends.get(track, 0))
         stop = self._ends[track] = max(start, stop)
-        yield self._complete(track, name[:200], start, stop, args or {})
+        # microseconds
+        times = {"ts": start / 1e3, "dur": (stop - start) / 1e3}
+        yield self._event("X", track, name[:200], args or {}, **times)
         until = round((max(queued, begin) - self._zero) * 1e9)
         if start < until <= stop:
-            yield self._complete(track, "queued", start, until, {})
+            yield self._event("X", track, "queued", {}, **times | {"dur": (until - start) / 1e3})
 
-    def _complete(self, tid: int, name: str, begin: int, end: int, args: dict[str, Any]) -> str:
-        event = {"ph": "X", "pid": self._pid, "tid": tid, "name": name}
-        # microseconds
-        return compact(event | {"ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args})
-
-    def _metadata(self, tid: int, what: str, args: dict[str, Any]) -> str:
-        event = {"ph": "M", "pid": self._pid, "tid": tid, "name": what}
-        return compact(event | {"ts": 0, "args": args})
+    def _event(self, ph: str, tid: int, name: str, args: dict[str, Any], **times: float) -> str:
+        event = {"ph": ph, "pid": self._pid, "tid": tid, "name": name}
+        return compact(event | times | {"args": args})

@@ -78,11 +78,14 @@ def check_network(request: DoctorRequest) -> Iterator[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         words = request.environ.get(variable, "").split(",")
-        named = [word for word in words if word and word[0] not in "^="]
+        named = [word for word in words if word[:1] not in "^="]
         missing = [name for name in named if not any(one.startswith(name) for one in there)]
         if missing:
-            advice = f"There are: {', '.join(there)}. Name one of them, or unset {variable}."
-            yield broken(variable, f"{', '.join(missing)}: no such interface", advice)
+            yield broken(
+                variable,
+                f"{', '.join(missing)}: no such interface",
+                f"There are: {', '.join(there)}. Name one of them, or unset {variable}.",
+            )
 
 
 def _hostname() -> Finding:
@@ -91,6 +94,9 @@ def _hostname() -> Finding:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         own = [one for _, one in ipv4_addresses() if not one.startswith("127.")] or ["127.0.1.1"]
-        advice = f"Add a line to /etc/hosts, such as `{own[0]} {name}`."
-        return broken("hostname", f"{name} resolves to nothing: {error.strerror}", advice)
+        return broken(
+            "hostname",
+            f"{name} resolves to nothing: {error.strerror}",
+            f"Add a line to /etc/hosts, such as `{own[0]} {name}`.",
+        )
     return ok("hostname", f"{name} resolves to {', '.join(addresses)}")

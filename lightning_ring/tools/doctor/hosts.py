@@ -55,9 +55,12 @@ def _guarded(request: DoctorRequest, family: str) -> list[Finding]:
     try:
         findings.extend(FAMILIES[family](request))
     except Exception as error:  # the doctor has to survive errors that it did not foresee
-        found = f"this check failed: {type(error).__name__}: {error}"
-        advice = "The other lines hold. Please report this one to lightning_ring."
-        findings.append(broken(family, found, advice))
+        failed = broken(
+            family,
+            f"this check failed: {type(error).__name__}: {error}",
+            "The other lines hold. Please report this one to lightning_ring.",
+        )
+        return [*findings, failed]
     return findings
 
 

@@ -63,8 +63,11 @@ def check_launcher(request: DoctorRequest) -> list[Finding]:
 
 def living_launcher() -> str:
     """Name of the launcher among this process's ancestors, empty if there is none."""
-    names = (os.path.basename(word) for words in _ancestors() for word in words)
-    return next((name for name in names if name in _LAUNCHERS), "")
+    for words in _ancestors():
+        for word in words:
+            if (name := os.path.basename(word)) in _LAUNCHERS:
+                return name
+    return ""
 
 
 def _ancestors() -> Iterator[list[str]]:

@@ -37,8 +37,10 @@ _COMPROMISED = ("2.6.2", "2.6.3")
 def check_versions(_: DoctorRequest) -> Iterator[Finding]:
     yield ok("python", f"{platform.python_version()}, {sys.executable}")
     glibc = platform.libc_ver()[1] or "none"
-    system = f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {glibc}"
-    yield ok("system", system)
+    yield ok(
+        "system",
+        f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {glibc}",
+    )
     # A checkout that is behind on one host has the same version.
     folder, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -60,8 +62,11 @@ def _package(package: str, more: str = "") -> Finding:
     if found is None and package in _OPTIONAL:
         return ok(name, f"not installed (for: {_OPTIONAL[package]})")
     if found is None:
-        advice = f"pip install {package}, or lightning-ring[all] for everything."
-        return broken(name, "not installed", advice)
+        return broken(
+            name,
+            "not installed",
+            f"pip install {package}, or lightning-ring[all] for everything.",
+        )
     if package == "lightning" and found in _COMPROMISED:
         return broken(
             name,
@@ -135,8 +140,12 @@ def check_imports(request: DoctorRequest) -> Iterator[Finding]:
     if library or not facts["gpus"]:
         yield ok("nccl", library or "not built; needed on GPUs only")
     else:
-        advice = "GPUs exchange gradients over NCCL, RCCL (AMD) or XCCL (Intel): install torch's "
-        yield broken("nccl", found, f"{advice}wheel for your GPU.")
+        yield broken(
+            "nccl",
+            found,
+            "GPUs exchange gradients over NCCL, RCCL (AMD) or XCCL (Intel): install torch's wheel "
+            "for your GPU.",
+        )
     yield _lightning(request)
 
 
@@ -175,8 +184,11 @@ def check_gpus(request: DoctorRequest) -> Iterator[Finding]:
             yield ok("driver", f"NVIDIA {listed[0].split(',')[0]}, {len(listed)} GPU(s)")
         else:
             said = " ".join((answer.stdout + answer.stderr).split())[:200] or answer.why
-            advice = "After an upgrade of the driver, restart the machine (`dmesg` may say more)."
-            yield broken("driver", f"nvidia-smi: {said}", advice)
+            yield broken(
+                "driver",
+                f"nvidia-smi: {said}",
+                "After an upgrade of the driver, restart the machine (`dmesg` may say more).",
+            )
     if facts and not facts["gpus"]:  # that torch is broken is said where it is imported
         yield _none(facts, len(listed), request.environ)
     for number, gpu in enumerate(facts.get("gpus") or ()):
@@ -197,8 +209,11 @@ def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> 
         return ok("GPUs", "none: ranks train on the CPU")
     hidden = [f"{name}={environ[name]!r}" for name in _HIDING if name in environ]
     if hidden:
-        found = f"{listed} there, none visible: {', '.join(hidden)}"
-        return warning("GPUs", found, "Unset it, or list GPUs: 0,1.")
+        return warning(
+            "GPUs",
+            f"{listed} there, none visible: {', '.join(hidden)}",
+            "Unset it, or list GPUs: 0,1.",
+        )
     error = facts.get("gpus error") or "it gives no reason"
     return broken(
         "GPUs",

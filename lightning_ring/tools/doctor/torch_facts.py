@@ -35,9 +35,10 @@ def facts() -> dict[str, Any]:
 
 def _build() -> str:
     """What GPUs this torch is for."""
-    builds = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
-    found = ((name, getattr(torch.version, kind, None)) for kind, name in builds.items())
-    return next((f"{name} {version}" for name, version in found if version), "the CPU")
+    for kind, name in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
+        if version := getattr(torch.version, kind, None):
+            return f"{name} {version}"
+    return "the CPU"
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -150,12 +150,13 @@ def read_bench(path: str) -> Link:
         device = str(content.get("world", {}).get("device", ""))
         for model in content["models"]:
             name, bandwidth = model["backend"], float(model["bandwidth"] or math.inf)
-            cost = CostModel(float(model["alpha_seconds"]), bandwidth)
-            backends[name][model["collective"]] = cost
+            alpha = float(model["alpha_seconds"])
+            backends[name][model["collective"]] = CostModel(alpha, bandwidth)
             residuals[name] = max(residuals[name], float(model.get("residual", 0)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        said = f"{path} is no file of `lightning-ring bench` ({error!r})."
-        raise ConfigurationError(said) from None
+        raise ConfigurationError(
+            f"{path} is no file of `lightning-ring bench` ({error!r})."
+        ) from None
     whole = [name for name, costs in backends.items() if costs.keys() >= PASSES.keys()]
     if not whole:
         raise ConfigurationError(

@@ -95,8 +95,8 @@ def _colour(number: int) -> str:
 def _figure(figure: Figure, title: str, notes: str) -> Markup:
     figure.savefig(file := StringIO(), format="svg", transparent=True)
     text = file.getvalue().partition("<svg")[2]
-    whole = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
-    text = re.sub(whole, "", text, flags=re.DOTALL).replace("xlink:href", "href")
+    text = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text)
+    text = text.replace("xlink:href", "href")
     text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text, count=5)
     text = re.sub(r'id="(run-\d+)"', r'class="\1"', text)
     # The same in every chart.
