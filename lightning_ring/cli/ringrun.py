@@ -96,13 +96,13 @@ def _run(options: argparse.Namespace) -> int:
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
     if hosts:
         check_slots(ranks, hosts)
-    here = discovery is None and (not hosts or any(host.is_local for host in hosts))
+    others = [host.name for host in hosts if not host.is_local]
+    here = discovery is None and (not hosts or len(others) < len(hosts))
     environ = dict(os.environ) | variables(options, here=here)
     command = resolve_command(options.command)
     if elastic:
         limits = _elastic_limits(options, ranks)
         if options.dry_run:
-            others = [host.name for host in hosts if not host.is_local]
             agents = f", started by agents on {', '.join(others)}" if others else ""
             print(f"{ranks_of(ranks, command)}{agents}")
             return 0
@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace) -> int:
         through = srun_line if "SLURM_JOB_ID" in os.environ and not chosen else ssh_line
         return ElasticJob(command, limits, environ, hosts, through, discovery).run()
     if options.no_mpi:
-        if any(not host.is_local for host in hosts):
+        if others:
             raise ConfigurationError(
                 "--no-mpi starts processes on this host only; leave -H and --hostfile out."
             )
