@@ -195,7 +195,7 @@ class StepTimeline:
         nobody.
         """
         session = self._detach()
-        self._trainer = self._comm = None
+        self._trainer, self._comm, self.waits = None, None, False
         if session:
             session.close()
 
