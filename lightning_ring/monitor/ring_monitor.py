@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -33,6 +33,7 @@ from lightning_ring.monitor.ring_report import (
 )
 from lightning_ring.monitor.step_times import StepTimes, StepWindow
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -46,7 +47,9 @@ class MonitorFailures:
     def __init__(self) -> None:
         self._failed: set[str] = set()
 
-    def run(self, part: str, default: T, compute: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def run(
+        self, part: str, default: T, compute: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """What ``compute`` returns, or ``default`` where it raises."""
         try:
             return compute(*args, **kwargs)
