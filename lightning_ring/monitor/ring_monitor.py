@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.ring_report import (
@@ -225,10 +224,16 @@ class RingMonitor(Callback):
         squares = [fit.squares.get(optimizer, UNKNOWN) for optimizer in trainer.optimizers]
         fit.squares.clear()
 
+        algorithm: Any = getattr(trainer.strategy, "algorithm", None)
+
         def exchange() -> RowExchange:
             # the rank may change where others die
             row = RankRow(trainer.global_rank, skipped, times, memory)
-            return RowExchange(_communicator(trainer), row, [uncounted, *squares], device)
+            comm = getattr(trainer.strategy, "communicator", None)
+            if algorithm and not algorithm.steps_together:
+                # no rank may wait for another one between two steps: each has its own row
+                comm = None
+            return RowExchange(comm, row, [uncounted, *squares], device)
 
         # on their way to the host before the rows are sent
         optimizers = trainer.optimizers if is_zero else []
@@ -313,16 +318,6 @@ class _Fit(MonitorFailures):
         self.window.close(trainer)
         if self.skipped:
             self.skipped.remove()
-
-
-def _communicator(trainer: Trainer) -> Communicator | None:
-    """`None` also where no rank may wait for another one between two steps: each then has its
-    own row.
-    """
-    algorithm = getattr(trainer.strategy, "algorithm", None)
-    if algorithm and not algorithm.steps_together:
-        return None
-    return getattr(trainer.strategy, "communicator", None)
 
 
 def add_monitor(trainer: Trainer) -> None:

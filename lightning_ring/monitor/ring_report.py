@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,23 +227,21 @@ class RowExchange:
         self._work: Any = CompletedWork()
         if comm and comm.world_size > 1:
             self._work = comm.all_gather_(self._flat, name="monitor")
-        self._copy: HostCopy | None = None
 
     def done(self) -> bool:
         """Whether `table` would return at once."""
-        return self._work.done() and self._start_copy().ready()
+        return self._work.done() and self._copy.ready()
 
     def table(self) -> Tensor:
         """Block until all ranks' numbers are on the host; a row a rank. Raises `RingError`: as
         `Work.wait`.
         """
-        return self._start_copy().value().view(-1, self._width)
+        return self._copy.value().view(-1, self._width)
 
-    def _start_copy(self) -> HostCopy:
-        if self._copy is None:
-            self._work.wait()
-            self._copy = HostCopy(self._flat, self._comm.wait_until if self._comm else None)
-        return self._copy
+    @cached_property
+    def _copy(self) -> HostCopy:
+        self._work.wait()
+        return HostCopy(self._flat, self._comm.wait_until if self._comm else None)
 
 
 # a squared norm of gradients that did not step; so is its sum with what other ranks have

@@ -161,9 +161,9 @@ def curves(runs: Runs, metric: str | None) -> list[list[Markup]]:
     """The most telling ones, and the other ones, those of the step and the machine last."""
     tags = [tag for tag in _tags(runs) if not _NOT_DRAWN.match(tag)]
     tags.sort(key=lambda tag: (tag.startswith("ring/"), "loss" not in tag))
-    telling = [tag for tag in tags if not _VALIDATION.match(tag)][:1]
-    telling += [metric] if metric else []
-    telling = list(dict.fromkeys([*telling, *filter(_TELLING.match, tags)]))
+    first = [tag for tag in tags if not _VALIDATION.match(tag)][:1]
+    first += [metric] if metric else []
+    telling = dict.fromkeys([*first, *filter(_TELLING.match, tags)])
     others = [tag for tag in tags if tag not in telling]
     return [[_chart(runs, tag) for tag in group] for group in (telling, others)]
 
