@@ -63,14 +63,14 @@ def check_memory(_: DoctorRequest) -> list[Finding]:
     if free >= _SHM_GOOD:
         return [ok(name, found)]
     say = broken if free < _SHM_LEAST else warning
-    finding = say(
+    low = say(
         name,
         found,
         "MPI and NCCL need it, and without it data-loader workers die of a bus error. Remove what "
         "an ended job left (`ls -l /dev/shm`: sm_segment.*, torch_*, nccl-*), or enlarge it: a "
         "container needs --shm-size=8g (--ipc=host), a host `mount -o remount,size=8g /dev/shm`.",
     )
-    return [finding]
+    return [low]
 
 
 def check_network(request: DoctorRequest) -> Iterator[Finding]:

