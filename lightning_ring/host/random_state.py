@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -16,14 +17,13 @@ def collect_random_state() -> dict[str, Any]:
     """State of Python's, NumPy's and torch's generators (every GPU's too), picklable with
     ``weights_only``.
     """
-    version, internal, gauss = random.getstate()
+    of_numpy: Any = numpy.random.get_state()
+    name, keys, *rest = of_numpy
     state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
+        "python": random.getstate(),
         "torch": torch.get_rng_state(),
+        "numpy": [name, keys.tolist(), *rest],
     }
-    if numpy := _numpy_random():
-        name, keys, position, has_gauss, cached = numpy.get_state()
-        state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
     for kind, gpus in started_gpus():
         state[kind] = gpus.get_rng_state_all()
     return state
@@ -36,8 +36,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(own_memory(state["torch"]))
-    if (numpy := _numpy_random()) and "numpy" in state:
-        numpy.set_state(tuple(state["numpy"]))
+    if "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))
     for kind in COLLECTIVES.keys() & state.keys():
         gpus = gpu_module(torch.device(kind))
         for index, of_one in enumerate(state[kind][: gpus.device_count()]):
@@ -57,24 +57,14 @@ def remember_random_state() -> Callable[[], None]:
     """Keep the states of the same generators as they are, which is cheaper; the returned
     function restores them.
     """
-    python, host, numpy = random.getstate(), torch.get_rng_state(), _numpy_random()
-    of_numpy = numpy.get_state() if numpy else None
+    python, host, of_numpy = random.getstate(), torch.get_rng_state(), numpy.random.get_state()
     of_gpus = [(gpus, gpus.get_rng_state_all()) for _, gpus in started_gpus()]
 
     def restore() -> None:
         random.setstate(python)
         torch.set_rng_state(host)
-        if numpy:
-            numpy.set_state(of_numpy)
+        numpy.random.set_state(of_numpy)
         for gpus, states in of_gpus:
             gpus.set_rng_state_all(states)
 
     return restore
-
-
-def _numpy_random() -> Any:
-    try:
-        import numpy.random
-    except ImportError:
-        return None
-    return numpy.random

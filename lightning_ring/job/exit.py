@@ -32,8 +32,7 @@ def leave_cause(line: str) -> None:
     That process listens at the abstract socket ``RING_CAUSE`` (Linux), which nobody has to remove:
     on another host there is none.
     """
-    name = os.environ.get("RING_CAUSE")
-    if name:
+    if name := os.environ.get("RING_CAUSE"):
         with (
             contextlib.suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
@@ -98,16 +97,11 @@ class LauncherProbe:
         by itself, as it does when the link comes back, nothing happens.
         """
         if self._ancestors and self._ancestors[-1][2] in OPEN_MPI_LAUNCHERS:
-            launcher = self._ancestors[-1][0]
-            script = f"sleep 2; for i in 1 2 3; do kill -TERM {launcher} || exit; sleep 1; done"
-            quiet = subprocess.DEVNULL
-            subprocess.Popen(
-                ["/bin/sh", "-c", script],
-                stdin=quiet,
-                stdout=quiet,
-                stderr=quiet,
-                start_new_session=True,
+            script = (
+                "exec </dev/null >/dev/null 2>&1; sleep 2; for i in 1 2 3; do kill -TERM "
+                f"{self._ancestors[-1][0]} || exit; sleep 1; done"
             )
+            subprocess.Popen(script, shell=True, start_new_session=True)
 
     def gone(self) -> str | None:
         """A sentence about the process that has gone, or ``None`` while all live."""
@@ -160,7 +154,6 @@ def remove_segments(pid: int | str = "self") -> None:
     """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            path = line[line.find("/") :] if "/dev/shm/" in line else ""
+            _, _, path = line.partition("/dev/shm/")
             if Path(path).name.startswith(_SEGMENTS):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+                Path("/dev/shm", path).unlink(missing_ok=True)

@@ -75,7 +75,7 @@ def exported_variables(environ: Environ) -> LaunchVariables | None:
     Inside a Slurm job they count only if all four are set: a cluster's prologue, or a job script,
     sets some of them for another program.
     """
-    some = any(name in environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    some = any(name in environ for name in _TORCHRUN[:3])
     whole = all(name in environ for name in _TORCHRUN)
     if whole or (some and "SLURM_JOB_ID" not in environ):
         return _of_torch(environ, "RANK, WORLD_SIZE")
@@ -137,15 +137,13 @@ def ringrun_variables(environ: Environ) -> LaunchVariables | None:
         return None
     rank, world_size = _required(environ, _RINGRUN, "ringrun")
     # the launcher of one host names no places
-    of_node = {
-        "RING_LOCAL_RANK": rank,
-        "RING_LOCAL_SIZE": world_size,
-        "RING_NODE_RANK": 0,
-        "RING_NUM_NODES": 1,
+    places = {
+        "RING_LOCAL_RANK": f"{rank}",
+        "RING_LOCAL_SIZE": f"{world_size}",
+        "RING_NODE_RANK": "0",
+        "RING_NUM_NODES": "1",
     }
-    numbers = [
-        _number(environ, name) if name in environ else default for name, default in of_node.items()
-    ]
+    numbers = _required({**places, **environ}, tuple(places), "ringrun")
     return LaunchVariables("ringrun", "ringrun", rank, world_size, *numbers)
 
 

@@ -54,7 +54,7 @@ class Child:
             # symbol is loaded
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = subprocess.Popen(
-                list(self.command),
+                self.command,
                 env={**self.environ, **variables},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL if no_input else None,
@@ -84,7 +84,7 @@ class Child:
         wrapper runs it.
         """
         # else a number of another container
-        if self.process is not None and session_of(pid) == self.process.pid:
+        if session_of(pid) == self.pid:
             self.program = pid
 
     def is_dead(self) -> bool:
@@ -109,7 +109,7 @@ class Child:
     def send_signal(self, signum: int) -> None:
         """To the program, not to a wrapper around it, as long as the program runs."""
         if self.is_running:
-            program = self.program if self.program is not None else self.pid
+            program = self.program or self.pid
             with contextlib.suppress(ProcessLookupError):
                 os.kill(program if session_of(program) == self.pid else self.pid, signum)
 
@@ -124,9 +124,8 @@ class Child:
         return found
 
     def kill_session(self) -> None:
-        pids = self.session()
         # the rank first, then what it has started
-        for pid in sorted(pids, key=lambda pid: pid != self.program):
+        for pid in sorted(self.session(), key=lambda pid: pid != self.program):
             remove_segments(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

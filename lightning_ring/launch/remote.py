@@ -48,7 +48,7 @@ def srun_line(host: Host, command: str) -> list[str]:
 
 @dataclass(eq=False)
 class RemoteChild:
-    """A process that an agent starts (`supervisor.Supervised`)."""
+    """A process that an agent starts for the `Supervisor`."""
 
     name: str
     number: int

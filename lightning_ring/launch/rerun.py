@@ -23,6 +23,8 @@ def own_command() -> Iterator[list[str]]:
     file that lives as long as the context: a rank that composed it again would choose an output
     folder of its own, and one that was started with ``-m a=1,2`` would run the whole sweep.
     """
+    sys.stdout.flush()  # before the ranks write to the same place
+    sys.stderr.flush()
     # the options that multiprocessing gives its own children: -W, -X, -O, -E, ...
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     python, script = [sys.executable, *options], _script()
