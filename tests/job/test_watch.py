@@ -7,10 +7,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import TCPStore
 
 from lightning_ring.errors import PeerFailedError
-from lightning_ring.job.ranks import SINGLE, RankInfo
+from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.door import knock
 from lightning_ring.job.watch import watch as watch_module
 from lightning_ring.job.watch.peers import PeerEvents
@@ -56,16 +56,6 @@ def ended(monkeypatch):
     monkeypatch.setattr(watch_module, "say", lines.append)
     monkeypatch.setattr(watch_module, "end_process", lambda code: lines.append(f"exit {code}"))
     return lines
-
-
-def test_one_rank_opens_nothing():
-    before = set(threading.enumerate())
-    watch = JobWatch(SINGLE, HashStore(), "secret")
-    watch.check()
-    watch.report(ValueError())
-    watch.leave()
-    watch.close()
-    assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
 
 
 def test_a_failure_is_raised_on_all_other_ranks_and_named():

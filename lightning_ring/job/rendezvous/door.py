@@ -89,6 +89,7 @@ class Door:
         self, listener: socket.socket, secret: str, name: str, server: Server, expected: int = 0
     ) -> None:
         self.guests: dict[Any, _Visitor] = {}
+        self.port: int = listener.getsockname()[1]
         self._listener = listener
         self._key = _key(secret, name)
         self._server = server
@@ -102,18 +103,13 @@ class Door:
         self._selector.register(listener, selectors.EVENT_READ, None)
         in_forked_children(self._close_sockets)
 
-    @property
-    def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
-        return port
-
     def serve(self, timeout: float) -> None:
         """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
         for key, events in self._selector.select(timeout):
             visitor: _Visitor | None = key.data
             if visitor is None:
                 self._accept()
-            elif visitor.connection.is_closed:
+            elif visitor.connection.socket.fileno() == -1:  # closed in this pass
                 continue
             elif events & selectors.EVENT_READ:
                 self._read(visitor)
@@ -193,15 +189,12 @@ class Door:
 
     def _read(self, visitor: _Visitor) -> None:
         messages, over = visitor.connection.receive()
-        if visitor.guest is None:
-            if len(messages) == 1 and self._welcome(visitor, messages[0]):
-                self._server.take(visitor.guest, messages[0])
-            elif messages or over is not None:
-                self._close(visitor)
-                return
-        else:
-            for message in messages:
-                self._server.take(visitor.guest, message)
+        has_spoken = visitor.guest is None and (messages or over is not None)
+        if has_spoken and (len(messages) != 1 or not self._welcome(visitor, messages[0])):
+            self._close(visitor)
+            return
+        for message in messages:
+            self._server.take(visitor.guest, message)
         if over is not None:
             self._close(visitor)
             self._server.hung_up(visitor.guest, over)

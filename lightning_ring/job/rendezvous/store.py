@@ -20,14 +20,9 @@ from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.launchers import first_host
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.door import SECRET
-from lightning_ring.job.rendezvous.greeting import (
-    LOOPBACK,
-    Greeter,
-    greet,
-    listen,
-    listening_address,
-)
+from lightning_ring.job.rendezvous.greeting import LOOPBACK, Greeter, greet, listen
 from lightning_ring.job.rendezvous.interfaces import prefer_interface, reachable_candidates
+from lightning_ring.job.watch.relay import host_of
 
 _PROBE_SECONDS = 5.0  # for one of rank 0's addresses; most are reached, or refused, in milliseconds
 
@@ -85,11 +80,10 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
             "strategy."
         )
     store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if info.num_nodes > 1 and not isinstance(store, TCPStore):
+    host = host_of(store)
+    if info.num_nodes > 1 and not host:
         return None  # a file, say: it does not tell where rank 0 is
-    _prefer_interface_towards(getattr(store, "host", LOOPBACK), info)
+    _prefer_interface_towards(host, info)
     return PrefixStore("lightning_ring", store)
 
 
@@ -136,7 +130,9 @@ def _open_at(address: str, port: int, secret: str, info: RankInfo, timeout: time
     system's choice.
     """
     if info.rank == 0:
-        where = listening_address(info.num_nodes, address)
+        # several nodes may reach this host through any interface, the ranks of one node at the
+        # address that all know
+        where = address if info.num_nodes == 1 else ""
         store = _serve(where, timeout)
         Greeter(listen(where, port), secret, info.world_size - 1, str(store.port))
         _prefer_interface_towards(address, info)
@@ -148,15 +144,14 @@ def _open_at(address: str, port: int, secret: str, info: RankInfo, timeout: time
 
 def _serve(address: str, timeout: timedelta) -> TCPStore:
     listener = listen(address)
-    port = listener.getsockname()[1]
-    own_address = address or LOOPBACK
+    place = address or LOOPBACK, listener.getsockname()[1]
     settings: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
     settings["master_listen_fd"] = listener.detach()
     try:
-        return TCPStore(own_address, port, **settings)
+        return TCPStore(*place, **settings)
     # torch 2.6: its newer server cannot take a socket that listens already
     except NotImplementedError:
-        return TCPStore(own_address, port, use_libuv=False, **settings)
+        return TCPStore(*place, use_libuv=False, **settings)
 
 
 def _connect(address: str, port: int, rank: int, timeout: timedelta) -> TCPStore:
@@ -209,7 +204,7 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
         reached = {name: own for name, own in zip(candidates, answers, strict=True) if own}
     by_all = set(candidates).intersection(*world.allgather(set(reached)))
     if info.rank == 0:
-        greeter.close()
+        greeter.door.close()
     chosen = next((address for address in candidates if address in by_all), None)
     if chosen is None:
         raise RankDiscoveryError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ring.errors import PeerFailedError
 from lightning_ring.job.watch.messages import Message
@@ -41,10 +41,10 @@ class PeerEvent:
     rank: int
     host: str
     pid: int
-    text: str
-    echo: bool
-    fit: int
-    time: float
+    text: str = ""
+    echo: bool = False
+    fit: int = 0
+    time: float = field(default_factory=time.monotonic)
 
     @property
     def lost(self) -> bool:
@@ -86,14 +86,7 @@ class PeerEvents:
             self.gone.add(rank)
         if kind in ("failed", "dead", "left"):
             event = PeerEvent(
-                kind,
-                rank,
-                message["host"],
-                message["pid"],
-                message.get("text", ""),
-                message.get("echo", False),
-                message.get("fit", 0),
-                time.monotonic(),
+                **{name: message[name] for name in PeerEvent.__slots__ if name in message}
             )
             if kind == "left":
                 self.left[rank] = event

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.door import Door, knock
-from lightning_ring.job.rendezvous.greeting import LOOPBACK, listen, listening_address
+from lightning_ring.job.rendezvous.greeting import LOOPBACK, listen
 from lightning_ring.job.watch.messages import Message, MessageConnection
 
 _DOOR = "watch"
@@ -29,13 +29,13 @@ def join_relay(
 
     Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
     """
-    # on one node MASTER_ADDR may name any of its interfaces
-    address = LOOPBACK if info.num_nodes == 1 else host_of(store)
+    # on one node MASTER_ADDR may name any of its interfaces, and nobody else comes to loopback
+    address = LOOPBACK if info.num_nodes == 1 else host_of(store) or LOOPBACK
     store = PrefixStore("lightning_ring/watch", store)
     home = {"host": os.uname().nodename, "pid": os.getpid()}
     relay: Relay | None = None
     if info.rank == 0:
-        listener = listen(listening_address(info.num_nodes))
+        listener = listen(LOOPBACK if info.num_nodes == 1 else "")
         relay = Relay(listener, secret, home, info.world_size)
         store.set("relay", str(relay.port))
     try:
@@ -61,10 +61,10 @@ def join_relay(
 
 
 def host_of(store: Store) -> str:
-    """The host of rank 0, by the name or address under which this rank reached it."""
+    """The host of rank 0, by the name or address under which this rank reached it; else empty."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else LOOPBACK
+    return store.host if isinstance(store, TCPStore) else ""
 
 
 class Relay:

@@ -21,7 +21,7 @@ from lightning_ring.job.exit import LauncherProbe, end_process, remove_files_of_
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 from lightning_ring.job.watch.peers import PeerEvent, PeerEvents, comes_from_a_peer
-from lightning_ring.job.watch.relay import Relay, join_relay
+from lightning_ring.job.watch.relay import join_relay
 
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
 DEAD_GRACE = 10.0  # the same after one died
@@ -32,9 +32,7 @@ CLOSE_SECONDS = 10.0  # for which rank 0 waits until the others have closed too
 
 
 class JobWatch:
-    """This rank's end of the job watch, whose ranks know ``secret``. Building one is collective;
-    with one rank it opens nothing.
-    """
+    """This rank's end of the job watch, whose ranks know ``secret``. Building one is collective."""
 
     def __init__(self, info: RankInfo, store: Store, secret: str) -> None:
         self.info = info
@@ -45,11 +43,14 @@ class JobWatch:
         self._reported = False
         # messages of this rank, and how many of them the relay has passed on
         self._told, self._returned = 0, 0
-        self._connection: MessageConnection | None = None
-        self._relay: Relay | None = None
-        self._closed = info.world_size == 1
-        if not self._closed:
-            self._open(store, secret)
+        self._closed = False
+        self._connection: MessageConnection | None
+        self._relay, self._connection, self.rank_0 = join_relay(info, store, secret)
+        self._wake = os.pipe()
+        self._launcher = LauncherProbe()
+        in_forked_children(self._forget)
+        self._thread = threading.Thread(target=self._watch, name="ring-watch", daemon=True)
+        self._thread.start()
 
     def check(self, waited: float | None = None) -> None:
         """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs
@@ -62,7 +63,7 @@ class JobWatch:
         if not self._peers.failures and not self._peers.left:
             return
         with self._news:
-            event = self._peers.failure(self._fit) or self._long_left(waited)
+            event = self.failure() or self._long_left(waited)
         if event is not None:
             raise self._error(event)
 
@@ -74,9 +75,7 @@ class JobWatch:
         reason.
         """
         self._wait_for(lambda: self._culprit() is not None, seconds)
-        with self._news:
-            event = self._culprit()
-        if event is not None:
+        if (event := self._culprit()) is not None:
             raise self._error(event) from error
 
     def failure(self) -> PeerEvent | None:
@@ -148,9 +147,9 @@ class JobWatch:
         stay = self.info.source == "mpi" or self.info.rank == 0
         while stay and not self._closed:
             with self._news:
-                if self._all_left():
+                if self._peers.all_left:
                     break
-                failure = self._peers.failure(self._fit)
+                failure = self.failure()
                 caught = self._reported and failure is not None and failure.kind == "failed"
                 if (failure is None or caught) and self._connection is not None:
                     self._news.wait(timeout=1.0)
@@ -169,7 +168,7 @@ class JobWatch:
         """
         self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
-            self._wait_for(self._all_left, CLOSE_SECONDS)
+            self._wait_for(lambda: self._peers.all_left, CLOSE_SECONDS)
         self.close()
 
     def free_launcher(self, failure: PeerEvent) -> None:
@@ -202,19 +201,8 @@ class JobWatch:
         return PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
 
     def _culprit(self) -> PeerEvent | None:
-        event = self._peers.failure(self._fit)
+        event = self.failure()
         return event if event is not None and not event.echo else None
-
-    def _all_left(self) -> bool:
-        return self._peers.all_left
-
-    def _open(self, store: Store, secret: str) -> None:
-        self._relay, self._connection, self.rank_0 = join_relay(self.info, store, secret)
-        self._wake = os.pipe()
-        self._launcher = LauncherProbe()
-        in_forked_children(self._forget)
-        self._thread = threading.Thread(target=self._watch, name="ring-watch", daemon=True)
-        self._thread.start()
 
     def _forget(self) -> None:
         """A forked child (a data-loader worker) must not hold the connection open when its
@@ -283,8 +271,7 @@ class JobWatch:
         failure = self.failure()
         if failure is not None and not self._reported:
             grace = DEAD_GRACE if failure.kind == "dead" else FAILED_GRACE
-            if failure.lost:
-                grace = LOST_GRACE
+            grace = LOST_GRACE if failure.lost else grace
             if time.monotonic() - failure.time > grace:
                 say(f"{self.info.name} ends, {grace:.0f} s after it was told: {failure}")
                 self.free_launcher(failure)
