@@ -45,7 +45,7 @@ class Child:
     # processor time, and when that was new
     _used: tuple[float, float] = field(default=(-1.0, 0.0), init=False)
 
-    def start(self, cwd: str | None, **variables: str) -> None:
+    def start(self, cwd: str | None = None, **variables: str) -> None:
         # A terminal's input cannot be read from another session; a file or a pipe goes to rank 0 as
         # always
         no_input = sys.stdin is None or sys.stdin.closed or os.isatty(0)

@@ -64,7 +64,7 @@ class RemoteChild:
     idle_since: float = 0.0
     _started: bool = False
 
-    def start(self, cwd: str | None, **variables: str) -> None:
+    def start(self, **variables: str) -> None:
         self._started = True
         self.host.start(self)
 

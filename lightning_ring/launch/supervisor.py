@@ -62,7 +62,6 @@ class Supervisor:
         self._excuses = excuses
         self._wait = wait
         self._holds = holds
-        self._cwd: str | None = None
         self.cause = ""  # of the failure, as a child wrote it
         self._cause_name = ""
         self._signals: list[int] = []
@@ -70,13 +69,12 @@ class Supervisor:
         self._exit_code: int | None = None
         self._plan: list[tuple[float, Callable[[], None]]] = []  # time and action, earliest first
 
-    def run(self, cwd: str | None = None) -> int:
+    def run(self) -> int:
         """Start the children, wait for all, and return the job's exit code.
 
         That is 0, the code of the first child that failed (128 + n if signal n ended it), or 128 +
         n if signal n told this process to stop.
         """
-        self._cwd = cwd
         with self._catching_signals(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as causes:
             if sys.platform.startswith("linux"):  # where sockets have names that are no files
                 self._cause_name = f"lightning_ring_{token_hex(16)}"
@@ -123,7 +121,7 @@ class Supervisor:
             self._end_in(seconds)
 
     def _start(self, child: Supervised) -> None:
-        child.start(self._cwd, RING_CAUSE=self._cause_name)
+        child.start(RING_CAUSE=self._cause_name)
 
     def _running(self) -> list[Supervised]:
         return [child for child in self._children if child.is_running]

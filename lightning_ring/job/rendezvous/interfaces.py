@@ -88,11 +88,9 @@ def reachable_candidates(environ: Mapping[str, str]) -> list[str]:
     wanted = environ.get(GLOO_VARIABLE) or environ.get("NCCL_SOCKET_IFNAME", "")
     named = tuple(name for name in wanted.split(",") if name and name[0] not in "^=")
     addresses = ipv4_addresses()
-    own_name: list[str] = []
-    with contextlib.suppress(OSError):
-        own_name = socket.gethostbyname_ex(socket.gethostname())[2]
     ordered = [address for name, address in addresses if name.startswith(named)]
-    ordered += own_name
+    with contextlib.suppress(OSError):
+        ordered += socket.gethostbyname_ex(socket.gethostname())[2]
     ordered += [address for name, address in addresses if not name.startswith(_VIRTUAL)]
     ordered += [address for _, address in addresses]
     return [address for address in dict.fromkeys(ordered) if not address.startswith("127.")]

@@ -13,7 +13,7 @@ from secrets import token_hex
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.errors import RankDiscoveryError
@@ -36,8 +36,6 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
     initialised already, by the script or by another strategy, its store is used. Sets
     GLOO_SOCKET_IFNAME (`interfaces.offer_interface`).
     """
-    if info.world_size == 1:
-        return HashStore()
     if (opened := _store_of_open_group(info)) is not None:
         return opened
     if info.source == "mpi":

@@ -52,18 +52,19 @@ class JobWatch:
         self._thread = threading.Thread(target=self._watch, name="ring-watch", daemon=True)
         self._thread.start()
 
-    def check(self, waited: float | None = None) -> None:
+    def check(self) -> None:
         """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs
         nothing otherwise.
 
-        ``waited`` is how many seconds the caller has waited so far. A rank that left normally may
-        have sent, before, all that the caller still waits for, so it counts only after `LEFT_GRACE`
-        seconds.
+        A rank that left normally may have sent, before, all that the caller still waits for, so it
+        counts only after `LEFT_GRACE` seconds.
         """
         if not self._peers.failures and not self._peers.left:
             return
         with self._news:
-            event = self.failure() or self._long_left(waited)
+            before = time.monotonic() - LEFT_GRACE
+            long_left = (event for event in self._peers.left.values() if event.time <= before)
+            event = self.failure() or next(long_left, None)
         if event is not None:
             raise self._error(event)
 
@@ -254,12 +255,6 @@ class JobWatch:
             self._peers.gone.add(0)
             self._connection = None
             self._news.notify_all()
-
-    def _long_left(self, waited: float | None) -> PeerEvent | None:
-        if waited is not None and waited < LEFT_GRACE:
-            return None
-        before = time.monotonic() - LEFT_GRACE
-        return next((event for event in self._peers.left.values() if event.time <= before), None)
 
     def _end_if_overdue(self) -> None:
         """The last resort: this rank may be in a C++ collective that nothing can interrupt."""
