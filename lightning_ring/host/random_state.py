@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -17,16 +18,9 @@ def collect_random_state() -> dict[str, Any]:
     """State of Python's, NumPy's and torch's generators (every GPU's too), picklable with
     ``weights_only``.
     """
-    of_numpy: Any = numpy.random.get_state()
-    name, keys, *rest = of_numpy
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-        "numpy": [name, keys.tolist(), *rest],
-    }
-    for kind, gpus in started_gpus():
-        state[kind] = gpus.get_rng_state_all()
-    return state
+    state = _random_state()
+    name, keys, *rest = state["numpy"]
+    return state | {"numpy": [name, keys.tolist(), *rest]}
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
@@ -57,14 +51,13 @@ def remember_random_state() -> Callable[[], None]:
     """Keep the states of the same generators as they are, which is cheaper; the returned
     function restores them.
     """
-    python, host, of_numpy = random.getstate(), torch.get_rng_state(), numpy.random.get_state()
-    of_gpus = [(gpus, gpus.get_rng_state_all()) for _, gpus in started_gpus()]
+    return partial(restore_random_state, _random_state())
 
-    def restore() -> None:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        numpy.random.set_state(of_numpy)
-        for gpus, states in of_gpus:
-            gpus.set_rng_state_all(states)
 
-    return restore
+def _random_state() -> dict[str, Any]:
+    state = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "numpy": numpy.random.get_state(),
+    }
+    return state | {kind: gpus.get_rng_state_all() for kind, gpus in started_gpus()}

@@ -83,14 +83,15 @@ def open_communicator(
         job.communicator = open_hierarchical(
             nodes, info.rank, chosen, across, policy, memory_store, kept
         )
-        return job.communicator
-    if across == "shared memory":
+    elif across == "shared memory":
         bootstrap = StoreBootstrap(store, range(info.world_size), info.rank, policy)
         job.communicator = open_shared_memory(bootstrap, policy, kept=kept)
         across = "mpi" if info.source == "mpi" else "gloo"
-    if job.communicator is None and across == "mpi":
+    if job.communicator is not None:
+        return job.communicator
+    if across == "mpi":
         job.communicator = MPICommunicator(import_mpi().COMM_WORLD, policy)
-    elif job.communicator is None:
+    else:
         job.communicator = open_torch_communicator(across, policy, device)
     return job.communicator
 

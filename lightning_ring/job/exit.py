@@ -79,13 +79,12 @@ class LauncherProbe:
     """Whether this process's parent still lives, and its launcher, which may be an older ancestor.
 
     Open MPI leaves the ranks running when mpirun is killed with ``kill -9``. A shell between mpirun
-    and the rank survives mpirun too, so the ancestors up to the launcher are remembered, each with
-    its start time.
+    and the rank survives mpirun too, so the launcher is remembered with its start time.
     """
 
     def __init__(self) -> None:
         self._parent = os.getppid()
-        self._ancestors = _ancestors_up_to_launcher(self._parent)
+        self._launcher = _launcher_above(self._parent)
         # it may have gone before this rank was ready to watch it
         self._orphaned = self._parent == 1 and os.environ.get("RING_LAUNCHER_PID", "1") != "1"
 
@@ -96,10 +95,10 @@ class LauncherProbe:
         mpirun gives up at the third SIGTERM, with exit code 1 and its files removed. Should it end
         by itself, as it does when the link comes back, nothing happens.
         """
-        if self._ancestors and self._ancestors[-1][2] in OPEN_MPI_LAUNCHERS:
+        if self._launcher is not None and self._launcher[2] in OPEN_MPI_LAUNCHERS:
             script = (
                 "exec </dev/null >/dev/null 2>&1; sleep 2; for i in 1 2 3; do kill -TERM "
-                f"{self._ancestors[-1][0]} || exit; sleep 1; done"
+                f"{self._launcher[0]} || exit; sleep 1; done"
             )
             subprocess.Popen(script, shell=True, start_new_session=True)
 
@@ -107,26 +106,23 @@ class LauncherProbe:
         """A sentence about the process that has gone, or ``None`` while all live."""
         if self._orphaned or os.getppid() != self._parent:
             return f"its parent process {self._parent} has gone"
-        for pid, started, name in self._ancestors:
+        if self._launcher is not None:
+            pid, started, name = self._launcher
             fields = _stat(pid)
             if fields is None or fields[2] != started:
                 return f"{name} (pid {pid}), which started it, has gone"
         return None
 
 
-def _ancestors_up_to_launcher(pid: int) -> list[tuple[int, str, str]]:
-    chain: list[tuple[int, str, str]] = []
+def _launcher_above(pid: int) -> tuple[int, str, str] | None:
+    """Number, start time and name; `None` if no ancestor is a launcher that we know."""
     own_launcher = os.environ.get("RING_LAUNCHER_PID")
-    while pid > 1 and len(chain) < 32:
-        fields = _stat(pid)
-        if fields is None:
-            return []
+    while pid > 1 and (fields := _stat(pid)) is not None:
         name, parent, started = fields
-        chain.append((pid, started, name))
         if name in MPI_LAUNCHERS or str(pid) == own_launcher:
-            return chain
+            return pid, started, name
         pid = parent
-    return []  # no launcher that we know: the parent alone is watched
+    return None
 
 
 def _stat(pid: int) -> tuple[str, int, str] | None:

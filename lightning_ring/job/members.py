@@ -58,7 +58,11 @@ def exchange_members(own: JobMember, info: RankInfo, store: Store) -> list[JobMe
     store.set(str(info.rank), json.dumps(asdict(own)))
     if info.rank == 0:
         publish(store, list(map(str, range(info.world_size))))
-    found = unpack(store.get(PUBLISHED))
+    return decode_members(store.get(PUBLISHED))
+
+
+def decode_members(published: bytes) -> list[JobMember]:
+    found = unpack(published)
     return [JobMember(**member | {"cores": tuple(member["cores"])}) for member in found]
 
 

@@ -17,6 +17,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -173,6 +174,7 @@ class StallReporter:
         self._rank = watch.info.rank
         self._events: SimpleQueue[Message] = SimpleQueue()
         self._patience = WaitPolicy()
+        self._warning = 0.0  # seconds
         self._number = 0  # of the communicator: a verdict on one says nothing about the next
         self._progress: Callable[[], Callable[[], str] | None] = lambda: None
         self._decided = threading.Event()
@@ -191,6 +193,7 @@ class StallReporter:
         """Report on waits with ``policy``, that of the ``number``-th communicator."""
         self._decided.clear()
         self._patience, self._number = policy, number
+        self._warning = (policy.stall_warning or timedelta()).total_seconds()
         policy.stalls = self
 
     def tell_progress(self, progress: Callable[[], str]) -> None:
@@ -258,7 +261,7 @@ class StallReporter:
             event |= {"collective": status.collective, "waited": status.seconds}
         timed_out = "late" in event
         # it began another one, or ends with a verdict
-        if not timed_out and not self._warning() <= status.seconds < self._patience.seconds:
+        if not timed_out and not self._warning <= status.seconds < self._patience.seconds:
             return
         event |= {"kind": _LATE, "to": 0, "number": self._number}
         if not self._watch.tell(event, RELAY_SECONDS):
@@ -284,7 +287,7 @@ class StallReporter:
         # it began after the last report: another stall
         if now - late["waited"] > self._reported_at:
             self._num_reports = 0
-        elif now - self._reported_at < QUIET_SHARE * self._warning() * 2**self._num_reports:
+        elif now - self._reported_at < QUIET_SHARE * self._warning * 2**self._num_reports:
             return
         lines, statuses = self._ask_all(collective)
         waits = [each.seconds for each in statuses.values() if each.collective == collective]
@@ -334,7 +337,3 @@ class StallReporter:
 
     def _own_status(self) -> RankStatus:
         return own_status(self._patience, self._progress() or str)
-
-    def _warning(self) -> float:
-        warning = self._patience.stall_warning
-        return warning.total_seconds() if warning is not None else 0.0

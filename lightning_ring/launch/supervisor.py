@@ -63,7 +63,7 @@ class Supervisor:
         self._wait = wait
         self._holds = holds
         self.cause = ""  # of the failure, as a child wrote it
-        self._cause_name = ""
+        self._cause_name = f"lightning_ring_{token_hex(16)}"
         self._signals: list[int] = []
         self._handled = 0
         self._exit_code: int | None = None
@@ -77,12 +77,11 @@ class Supervisor:
         """
         with self._catching_signals(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as causes:
             if sys.platform.startswith("linux"):  # where sockets have names that are no files
-                self._cause_name = f"lightning_ring_{token_hex(16)}"
                 causes.bind(f"\0{self._cause_name}")
             causes.setblocking(False)
             try:
                 for child in self._children:
-                    self._start(child)
+                    child.start(RING_CAUSE=self._cause_name)
                 while self._running():
                     self._step()
                     self._wait()
@@ -102,7 +101,7 @@ class Supervisor:
     def start(self, child: Supervised) -> None:
         """Start one more child of the job that runs."""
         self._children.append(child)
-        self._start(child)
+        child.start(RING_CAUSE=self._cause_name)
 
     @property
     def ending(self) -> bool:
@@ -119,9 +118,6 @@ class Supervisor:
         if self._exit_code is None:
             self._exit_code = code
             self._end_in(seconds)
-
-    def _start(self, child: Supervised) -> None:
-        child.start(RING_CAUSE=self._cause_name)
 
     def _running(self) -> list[Supervised]:
         return [child for child in self._children if child.is_running]

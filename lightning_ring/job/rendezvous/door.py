@@ -95,7 +95,7 @@ class Door:
         self._server = server
         self._strangers: dict[_Visitor, None] = {}  # the oldest first
         self.expected = expected
-        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._reserve = socket.socket()  # an open file
         self._closing = False
         self._thread: threading.Thread | None = None
         listener.setblocking(False)
@@ -175,15 +175,13 @@ class Door:
         """This process can open no more files: let strangers go, and the next one come later."""
         for stranger in list(self._strangers):
             self._close(stranger)
-        if self._reserve is not None:
-            os.close(self._reserve)
+        self._reserve.close()
         with contextlib.suppress(OSError):
             accepted, _ = self._listener.accept()
             with accepted:
                 accepted.send(b'{"kind": "full"}\n')
-        self._reserve = None
         with contextlib.suppress(OSError):
-            self._reserve = os.open(os.devnull, os.O_RDONLY)
+            self._reserve = socket.socket()
         # The listener stays ready while another thread holds the last file.
         time.sleep(0.01)
 
@@ -237,9 +235,7 @@ class Door:
     def _close_all(self) -> None:
         self._close_sockets()
         self._selector.close()
-        if self._reserve is not None:
-            os.close(self._reserve)
-            self._reserve = None
+        self._reserve.close()
 
     def _close_sockets(self) -> None:
         """A forked child (a data-loader worker) must not hold the connections open when its
@@ -290,14 +286,13 @@ def knock(
                     raise
             except PermissionError:
                 raise
-            except NotOurDoor as error:
-                left.remove(address)
-                failures[address] = str(error)
             except OSError as error:
                 failures[address] = str(error)
-        if left and (once or time.monotonic() > until):
+                if isinstance(error, NotOurDoor):
+                    left.remove(address)
+        if once or time.monotonic() > until:
             break
-        time.sleep(0.1 if left else 0.0)
+        time.sleep(0.1)
     told = "; ".join(f"{address}: {why}" for address, why in failures.items())
     raise OSError(told) if left else NotOurDoor(told)
 

@@ -40,14 +40,23 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         return opened
     if info.source == "mpi":
         return _open_over_mpi(info, timeout)
+    address, port, name = _known_address(info)
     if info.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
         _prefer_interface_towards(address, info)
         return _connect(address, port, info.rank, timeout)
-    address, port, name = _known_address(info)
     # without a secret this is what anybody may know, and tells the job from others
     secret = f"{os.environ.get(SECRET, '')} {name}"
-    return _open_at(address, port, secret, info, timeout)
+    if info.rank == 0:
+        # serve the store beside the greeter, on a port of the system's choice. Several nodes may
+        # reach this host through any interface, the ranks of one node at the address that all know
+        where = address if info.num_nodes == 1 else ""
+        store = _serve(where, timeout)
+        Greeter(listen(where, port), secret, info.world_size - 1, str(store.port))
+        _prefer_interface_towards(address, info)
+        return store
+    store_port, own_address = greet(address, port, secret, info.rank, timeout.total_seconds())
+    prefer_interface(own_address)
+    return _connect(address, int(store_port), info.rank, timeout)
 
 
 def agree_on_secret(info: RankInfo, store: Store) -> str:
@@ -123,23 +132,6 @@ def _variable(name: str) -> str:
     return value
 
 
-def _open_at(address: str, port: int, secret: str, info: RankInfo, timeout: timedelta) -> Store:
-    """Rank 0 greets at ``address``:``port`` and serves the store beside it, on a port of the
-    system's choice.
-    """
-    if info.rank == 0:
-        # several nodes may reach this host through any interface, the ranks of one node at the
-        # address that all know
-        where = address if info.num_nodes == 1 else ""
-        store = _serve(where, timeout)
-        Greeter(listen(where, port), secret, info.world_size - 1, str(store.port))
-        _prefer_interface_towards(address, info)
-        return store
-    store_port, own_address = greet(address, port, secret, info.rank, timeout.total_seconds())
-    prefer_interface(own_address)
-    return _connect(address, int(store_port), info.rank, timeout)
-
-
 def _serve(address: str, timeout: timedelta) -> TCPStore:
     listener = listen(address)
     place = address or LOOPBACK, listener.getsockname()[1]
@@ -179,29 +171,26 @@ def _open_over_mpi(info: RankInfo, timeout: timedelta) -> Store:
 
 def _agree_on_address(world: Any, info: RankInfo) -> str:
     """The first of rank 0's addresses that every rank reaches. Collective over MPI."""
+    greeter = offer = None
     if info.rank == 0:
-        listener = listen("")
-        candidates = reachable_candidates(os.environ)
         secret = token_hex(16)
-        world.bcast((candidates, listener.getsockname()[1], secret))
-        # one more than calls: it answers until it is closed
-        greeter = Greeter(listener, secret, info.world_size, "here")
-        reached = {address: address for address in candidates}
-    else:
-        candidates, port, secret = world.bcast(None)
+        # for one more than calls: it answers until it is closed
+        greeter = Greeter(listen(""), secret, info.world_size, "here")
+        offer = reachable_candidates(os.environ), greeter.door.port, secret
+    candidates, port, secret = world.bcast(offer)
 
-        def ask(address: str) -> str | None:
-            try:
-                return greet(address, port, secret, info.rank, _PROBE_SECONDS, once=True)[1]
-            except RankDiscoveryError:
-                return None
+    def ask(address: str) -> str | None:
+        try:
+            return greet(address, port, secret, info.rank, _PROBE_SECONDS, once=True)[1]
+        except RankDiscoveryError:
+            return None
 
-        with ThreadPoolExecutor() as pool:
-            answers = list(pool.map(ask, candidates))
-        # candidates that answer, each with this host's own address on the way to it
-        reached = {name: own for name, own in zip(candidates, answers, strict=True) if own}
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(ask, candidates))
+    # candidates that answer, each with this host's own address on the way to it
+    reached = {name: own for name, own in zip(candidates, answers, strict=True) if own}
     by_all = set(candidates).intersection(*world.allgather(set(reached)))
-    if info.rank == 0:
+    if greeter is not None:
         greeter.door.close()
     chosen = next((address for address in candidates if address in by_all), None)
     if chosen is None:

@@ -37,7 +37,7 @@ def join_relay(
     if info.rank == 0:
         listener = listen(LOOPBACK if info.num_nodes == 1 else "")
         relay = Relay(listener, secret, home, info.world_size)
-        store.set("relay", str(relay.port))
+        store.set("relay", str(relay.door.port))
     try:
         port, hello = int(store.get("relay")), {"rank": info.rank} | home
         connection, rank_0 = knock(
@@ -89,17 +89,15 @@ class Relay:
         self._senders: dict[int, Message] = {}  # of the ranks that are connected
         self._excused: set[int] = set()  # ranks that sent failed or left
         self._history: list[Message] = []  # that all ranks know
-        self._door = Door(listener, secret, _DOOR, self, world_size)
-        self.port = self._door.port
-        self._door.serve_in_thread("ring-watch-relay")
+        self.door = Door(listener, secret, _DOOR, self, world_size)
+        self.door.serve_in_thread("ring-watch-relay")
 
     def hellos(self) -> dict[int, Message]:
-        """``host`` and ``pid`` of the ranks that are connected, from any thread."""
-        return dict(self._senders)
-
-    def close(self) -> None:
-        """End the thread. Earlier messages have been handed to the kernel."""
-        self._door.close()
+        """``host`` and ``pid`` of the ranks that are connected and have not left, from any
+        thread.
+        """
+        senders = dict(self._senders)
+        return {rank: sender for rank, sender in senders.items() if rank not in self._away}
 
     # -- called by the door
 
@@ -113,7 +111,7 @@ class Relay:
         if message["kind"] == "hello":
             self._senders[rank] = {name: message[name] for name in _SENDER}
             for earlier in self._history:
-                self._door.send(earlier, rank)
+                self.door.send(earlier, rank)
             return
         if message["kind"] in ("failed", "left"):
             self._excused.add(rank)
@@ -132,17 +130,17 @@ class Relay:
         before = len(self._away)
         self._away.add(rank)
         if before < len(self._away) == self._world_size:
-            self._door.send({"kind": "all left", "rank": None}, *self._senders)
+            self.door.send({"kind": "all left", "rank": None}, *self._senders)
 
     def _pass_on(self, message: Message) -> None:
         if isinstance(to := message.get("to"), int):
-            self._door.send(message, to)
+            self.door.send(message, to)
             if to != message["rank"]:  # its sender counts what was passed on
-                self._door.send({"kind": "passed on", "rank": message["rank"]}, message["rank"])
+                self.door.send({"kind": "passed on", "rank": message["rank"]}, message["rank"])
         elif self._is_for_all(message):
-            self._door.send(message, *self._senders)
+            self.door.send(message, *self._senders)
         else:
-            self._door.send(message, *{0, message["rank"]})
+            self.door.send(message, *{0, message["rank"]})
 
     def _is_for_all(self, message: Message) -> bool:
         kind = message["kind"]

@@ -8,8 +8,8 @@ One daemon thread in each rank keeps the state.
 
 from __future__ import annotations
 
-import os
-import selectors
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from lightning_ring.job.exit import LauncherProbe, end_process, remove_files_of_
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 from lightning_ring.job.watch.peers import PeerEvent, PeerEvents, comes_from_a_peer
-from lightning_ring.job.watch.relay import join_relay
+from lightning_ring.job.watch.relay import Relay, join_relay
 
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
 DEAD_GRACE = 10.0  # the same after one died
@@ -45,12 +45,8 @@ class JobWatch:
         self._told, self._returned = 0, 0
         self._closed = False
         self._connection: MessageConnection | None
-        self._relay, self._connection, self.rank_0 = join_relay(info, store, secret)
-        self._wake = os.pipe()
-        self._launcher = LauncherProbe()
-        in_forked_children(self._forget)
-        self._thread = threading.Thread(target=self._watch, name="ring-watch", daemon=True)
-        self._thread.start()
+        self._relay: Relay | None = None
+        self._open(store, secret)
 
     def check(self) -> None:
         """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs
@@ -124,10 +120,8 @@ class JobWatch:
         """In rank 0: ``host`` and ``pid`` of the ranks that take part, without those that have
         left or died.
         """
-        with self._news:
-            over = self._peers.left.keys() | self._peers.gone
-        hellos = self._relay.hellos() if self._relay is not None else {}
-        return {rank: hello for rank, hello in hellos.items() if rank not in over}
+        assert self._relay is not None
+        return self._relay.hellos()
 
     def reset(self) -> None:
         """Start a new fit: earlier reports no longer count, deaths do."""
@@ -187,12 +181,14 @@ class JobWatch:
         """Stop watching. Not collective; calling it twice is fine."""
         if self._closed:
             return
-        os.write(self._wake[1], b"x")  # first: once it is closed the thread closes the pipe
         self._closed = True
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
         if self._relay is not None:
-            self._relay.close()
+            self._relay.door.close()
 
     def _wait_for(self, news: Callable[[], bool], seconds: float) -> None:
         with self._news:
@@ -204,6 +200,13 @@ class JobWatch:
     def _culprit(self) -> PeerEvent | None:
         event = self.failure()
         return event if event is not None and not event.echo else None
+
+    def _open(self, store: Store, secret: str) -> None:
+        self._relay, self._connection, self.rank_0 = join_relay(self.info, store, secret)
+        self._launcher = LauncherProbe()
+        in_forked_children(self._forget)
+        self._thread = threading.Thread(target=self._watch, name="ring-watch", daemon=True)
+        self._thread.start()
 
     def _forget(self) -> None:
         """A forked child (a data-loader worker) must not hold the connection open when its
@@ -217,20 +220,17 @@ class JobWatch:
     def _watch(self) -> None:
         connection = self._connection
         assert connection is not None
-        selector = selectors.DefaultSelector()
-        selector.register(connection.socket, selectors.EVENT_READ)
-        selector.register(self._wake[0], selectors.EVENT_READ)
         while not self._closed:
-            selector.select(timeout=0.5)
-            if self._connection is not None and (over := self._receive(connection)) is not None:
-                selector.unregister(connection.socket)
-                self._lose_relay(over)
-            # also without a relay: the launcher and the grace still have to be watched
+            if self._connection is None:
+                # the launcher and the grace still have to be watched
+                time.sleep(0.5)
+            else:
+                connection.wait(0.5)
+                over = self._receive(connection)
+                if over is not None and not self._closed:
+                    self._lose_relay(over)
             self._end_if_overdue()
         connection.close()
-        selector.close()
-        for fd in self._wake:
-            os.close(fd)
 
     def _receive(self, connection: MessageConnection) -> str | None:
         with self._news:
