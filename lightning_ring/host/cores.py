@@ -38,8 +38,11 @@ def cgroup_quota() -> float:
     (``cpu.max``) and sched-bwc.rst (version 1).
     """
     groups = _own_groups(_CGROUP, "")
-    quotas = [_version_2(group) for group in groups if (group / "cpu.max").exists()]
-    return min(quotas or map(_version_1, _own_groups(_CGROUP / "cpu", "cpu")))
+    quotas = [_quota(group, "cpu.max") for group in groups if (group / "cpu.max").exists()]
+    version_1 = _own_groups(_CGROUP / "cpu", "cpu")
+    return min(
+        quotas or (_quota(group, "cpu.cfs_quota_us", "cpu.cfs_period_us") for group in version_1)
+    )
 
 
 def _own_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -57,17 +60,11 @@ def _own_groups(root: Path, controller: str) -> Iterator[Path]:
                 group = group.parent
 
 
-def _version_2(group: Path) -> float:
+def _quota(group: Path, *files: str) -> float:
+    """Of two numbers in ``files``: the quota, ``max`` or -1 if there is none, and its period."""
     try:
-        quota, period = (group / "cpu.max").read_text().split()
+        texts = [(group / name).read_text() for name in files]
+        quota, period = map(int, " ".join(texts).split())
     except (OSError, ValueError):
         return math.inf
-    return math.inf if quota == "max" else int(quota) / int(period)
-
-
-def _version_1(group: Path) -> float:
-    try:
-        quota = int((group / "cpu.cfs_quota_us").read_text())
-        return math.inf if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return math.inf
+    return quota / period if quota >= 0 else math.inf

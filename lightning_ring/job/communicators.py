@@ -27,7 +27,6 @@ from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
-from lightning_ring.comm.transport import Transport
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import COLLECTIVES
@@ -165,9 +164,6 @@ def open_hierarchical(
     """
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
     world = import_mpi().COMM_WORLD if "mpi" in (backend, across_backend) else None
-    transport: Transport = (
-        open_mpi_transport(world, policy) if backend == "mpi" else open_gloo_transport(policy)
-    )
 
     def over(backend: str, parts: Nodes) -> Communicator:
         if backend == "gloo":
@@ -182,7 +178,14 @@ def open_hierarchical(
             f"{len(nodes)} nodes of {len(peers)} ranks: {type(inward).__name__} in a node, "
             f"{type(across).__name__} between nodes."
         )
-    return HierarchicalCommunicator(transport, inward, outward, across, peers, policy)
+    return HierarchicalCommunicator(
+        open_mpi_transport(world, policy) if backend == "mpi" else open_gloo_transport(policy),
+        inward,
+        outward,
+        across,
+        peers,
+        policy,
+    )
 
 
 def _through_memory(

@@ -131,9 +131,9 @@ def _stat(pid: int) -> tuple[str, int, str] | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    name = text[text.index("(") + 1 : text.rindex(")")]
-    fields = text.rpartition(")")[2].split()
-    return (name, int(fields[1]), fields[19]) if fields[0] != "Z" else None
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    return (before.partition("(")[2], int(fields[1]), fields[19]) if fields[0] != "Z" else None
 
 
 def remove_files_of_mpirun() -> None:

@@ -45,14 +45,12 @@ class RankInfo:
 SINGLE = RankInfo(0, 1, 0, 1, 0, 1, "single")
 
 
-def discover_ranks(environ: Mapping[str, str] | None = None) -> RankInfo:
+def discover_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """The `RankInfo` of this process. Collective where MPI started it: every rank must call it, and
     MPI starts.
 
-    mpi4py is imported only when the launcher's variables (``environ``, default `os.environ`) say
-    MPI.
+    mpi4py is imported only when the launcher's variables (``environ``) say MPI.
     """
-    environ = os.environ if environ is None else environ
     found = launcher_variables(environ)
     if found is None:
         return SINGLE

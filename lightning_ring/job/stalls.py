@@ -39,6 +39,7 @@ SHOWN_WAITING = 10  # different collectives or steps
 
 # messages of the watch
 _LATE, _ASK, _STATUS, _VERDICT = "stall", "stall ask", "stall status", "stall verdict"
+_CLOSE = "stall close"  # from this rank
 
 State = TypeVar("State", bound=Hashable)
 _log = logging.getLogger("lightning_ring")
@@ -101,13 +102,14 @@ def stall_lines(
     lines = _away_lines(away, processes)
     if silent := sorted(processes.keys() - statuses.keys()):
         lines.append(
-            f"{_named(silent, processes)} {'are' if len(silent) > 1 else 'is'} silent: it is "
-            "stopped (SIGSTOP, a debugger), its host swaps, or C code holds its interpreter. "
+            f"{_named(silent, processes)} {_are(silent)} silent: it is stopped (SIGSTOP, a "
+            "debugger), its host swaps, or C code holds its interpreter. "
             f"`py-spy dump --native --pid {processes[silent[0]]['pid']}` there shows where."
         )
     groups = _alike({rank: (each.collective, each.progress) for rank, each in waiting.items()})
     for (name, progress), ranks in groups[:SHOWN_WAITING]:
-        verb, which = "wait" if len(ranks) > 1 else "waits", "it" if name == collective else name
+        verb = "wait" if len(ranks) > 1 else "waits"
+        which = "it" if name == collective else name
         lines.append(f"{ranks_text(ranks)} {verb} in {which}{_after(progress)}.")
     if rest := sum(len(ranks) for _, ranks in groups[SHOWN_WAITING:]):
         lines.append(f"{rest} more wait, at other steps or in other collectives.")
@@ -126,16 +128,19 @@ def _away_lines(away: Mapping[int, RankStatus], processes: Mapping[int, Message]
     lines: list[str] = []
     groups = _alike(away)
     for status, ranks in groups[:SHOWN_STACKS]:
-        verb, they = ("are", "they") if len(ranks) > 1 else ("is", "it")
+        they = "they" if len(ranks) > 1 else "it"
         last = f"; the last that {they} finished was {status.last}" if status.last else ""
         lines.append(
-            f"{_named(ranks, processes)} {verb} not in it{_after(status.progress)}{last}. The main "
-            f"thread, innermost call first:{status.stack}"
+            f"{_named(ranks, processes)} {_are(ranks)} not in it{_after(status.progress)}{last}. "
+            f"The main thread, innermost call first:{status.stack}"
         )
     if rest := [rank for _, ranks in groups[SHOWN_STACKS:] for rank in ranks]:
-        verb = "are" if len(rest) > 1 else "is"
-        lines.append(f"{ranks_text(rest)} {verb} not in it either, at other places.")
+        lines.append(f"{ranks_text(rest)} {_are(rest)} not in it either, at other places.")
     return lines
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "are" if len(ranks) > 1 else "is"
 
 
 def _after(progress: str) -> str:
@@ -154,10 +159,8 @@ def _named(ranks: Sequence[int], processes: Mapping[int, Message]) -> str:
     hosts = sorted({processes[rank]["host"] for rank in ranks})
     if len(ranks) == 1:
         return f"{ranks_text(ranks)} (host {hosts[0]}, pid {processes[ranks[0]]['pid']})"
-    more = ", …" if len(hosts) > 10 else ""
-    return (
-        f"{ranks_text(ranks)} (host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:10])}{more})"
-    )
+    plural, more = "s" * (len(hosts) > 1), ", …" * (len(hosts) > 10)
+    return f"{ranks_text(ranks)} (host{plural} {', '.join(hosts[:10])}{more})"
 
 
 class StallReporter:
@@ -182,7 +185,6 @@ class StallReporter:
         self._num_reports = 0
         self._num_asked = 0
         self._verdicts: set[int] = set()  # communicators that have theirs
-        self._closed = False
         watch.on_event(self._hear)
         self._thread = threading.Thread(target=self._run, name="ring-stall", daemon=True)
         self._thread.start()
@@ -203,8 +205,7 @@ class StallReporter:
         self._progress = weakref.WeakMethod(progress)
 
     def close(self) -> None:
-        self._closed = True
-        self._events.put({"kind": "stall close"})  # wakes it
+        self._events.put({"kind": _CLOSE})
         self._thread.join(timeout=1)  # it may be writing to a stream that blocks
 
     # -- from threads that wait
@@ -225,19 +226,19 @@ class StallReporter:
 
     def _hear(self, message: Message) -> None:
         kind = message["kind"]
-        if kind in ((_LATE, _STATUS) if self._rank == 0 else (_ASK,)):
+        if kind in (_LATE, _STATUS, _ASK):
             self._events.put(message)
-        elif kind == _VERDICT and message.get("number") == self._number:
+        elif kind == _VERDICT and message["number"] == self._number:
             # here and not in the other thread: it comes before the news that a rank failed of it
-            self._patience.end(CollectiveError(str(message.get("text"))))
+            self._patience.end(CollectiveError(message["text"]))
             self._decided.set()
 
     # -- in its own thread
 
     def _run(self) -> None:
-        while not self._closed:
+        while (event := self._events.get())["kind"] != _CLOSE:
             try:
-                self._handle(self._events.get())
+                self._handle(event)
             except Exception:
                 _log.warning("The stall report failed; training goes on.", exc_info=True)
 
@@ -251,11 +252,12 @@ class StallReporter:
         elif kind == _LATE:
             self._report(event)
         elif not kind:
-            self._tell_rank_0(event, self._own_status())
-        # else: closed, or an answer that came too late
+            self._tell_rank_0(event)
+        # else: an answer that came too late
 
-    def _tell_rank_0(self, event: Message, status: RankStatus) -> None:
+    def _tell_rank_0(self, event: Message) -> None:
         """In the rank that waits, unless it has gone on meanwhile."""
+        status = self._own_status()
         # of several communicators, one inside the other, the same one on all ranks
         if status.collective:
             event |= {"collective": status.collective, "waited": status.seconds}
@@ -316,7 +318,7 @@ class StallReporter:
             return lines, statuses
         self._num_asked += 1
         self._watch.tell({"kind": _ASK, "question": self._num_asked})
-        processes = self._watch.peers()
+        processes = {0: self._watch.rank_0} | self._watch.peers()
         meanwhile: list[Message] = []
         until = time.monotonic() + ANSWER_SECONDS
         while processes.keys() - statuses.keys() and (left := until - time.monotonic()) > 0:

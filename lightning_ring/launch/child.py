@@ -31,8 +31,8 @@ class Child:
     """A process to start. ``name`` is for messages: ``"rank 1"``, ``"mpirun"``.
 
     Attributes:
-        program: The process that runs the program, where ``command`` is a wrapper around it
-            (`identify`).
+        program: The process that runs the program; another one than was started where
+            ``command`` is a wrapper around it (`identify`).
     """
 
     name: str
@@ -40,7 +40,7 @@ class Child:
     environ: Mapping[str, str]
     dies_with_parent: int = signal.SIGKILL  # the signal that it gets if this process is killed
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    program: int | None = field(default=None, init=False)
+    program: int = field(default=0, init=False)
     _session_is_over: bool = field(default=False, init=False)
     # processor time, and when that was new
     _used: tuple[float, float] = field(default=(-1.0, 0.0), init=False)
@@ -61,6 +61,7 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_bind_to_parent(self.dies_with_parent),
             )
+        self.program = self.process.pid
 
     @property
     def pid(self) -> int:
@@ -89,19 +90,19 @@ class Child:
 
     def is_dead(self) -> bool:
         """Whether the program runs no more (`processes.is_dead`); a wrapper around it may."""
-        return self.process is not None and is_dead(self.program or self.process.pid)
+        return self.program > 0 and is_dead(self.program)
 
     def failure(self) -> int | None:
         """The program's exit code as soon as it is dead; `None` as long as it is not known, or
         0.
         """
-        return failure_of(self.program or self.pid)
+        return failure_of(self.program)
 
     def idle(self, now: float) -> float:
         """Seconds in which the program used no processor time. Known as exactly as this is
         called often.
         """
-        used = processor_seconds(self.program or self.pid) if self.process is not None else 0.0
+        used = processor_seconds(self.program)
         if used != self._used[0]:
             self._used = (used, now)
         return now - self._used[1]
@@ -109,9 +110,9 @@ class Child:
     def send_signal(self, signum: int) -> None:
         """To the program, not to a wrapper around it, as long as the program runs."""
         if self.is_running:
-            program = self.program or self.pid
+            pid = self.program if session_of(self.program) == self.pid else self.pid
             with contextlib.suppress(ProcessLookupError):
-                os.kill(program if session_of(program) == self.pid else self.pid, signum)
+                os.kill(pid, signum)
 
     def session(self) -> list[int]:
         """Processes that still live in this child's session. Once there are none its number may

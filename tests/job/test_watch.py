@@ -13,7 +13,6 @@ from lightning_ring.errors import PeerFailedError
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.door import knock
 from lightning_ring.job.watch import watch as watch_module
-from lightning_ring.job.watch.peers import PeerEvents
 from lightning_ring.job.watch.watch import JobWatch
 from tests.processes import wait_for
 
@@ -97,7 +96,7 @@ def test_a_rank_that_left_counts_only_after_a_while(monkeypatch):
     monkeypatch.setattr(watch_module, "LEFT_GRACE", 0.5)
     with job(2) as watches:
         watches[1].leave()
-        wait_for(lambda: watches[0]._peers.left)
+        wait_for(lambda: watches[0]._left)
         watches[0].check()  # what it sent before may be on the way
         time.sleep(0.6)
         with pytest.raises(PeerFailedError, match=r"rank 1 .* has left the job"):
@@ -115,7 +114,7 @@ def test_a_new_fit_starts_clean(ended, monkeypatch):
         assert ended == []  # both have failed, and their users caught it
         watches[0].reset()
         watches[0].report(KeyError("in the second"))  # rank 1 has not come so far yet
-        wait_for(lambda: len(watches[1]._peers.failures) == 2)
+        wait_for(lambda: len(watches[1]._failures) == 2)
         assert watches[0].failure() is None
         watches[1].reset()
         assert_fails(watches[1], "in the second")
@@ -216,14 +215,16 @@ def test_close_ends_the_thread():
             assert watch.failure() is None
 
 
-def test_peers_blames_the_first_of_the_fit():
-    peers = PeerEvents()
+def test_the_watch_blames_the_first_of_the_fit():
     home = {"host": "node0", "pid": 7, "fit": 1}
-    peers.add({"kind": "failed", "rank": 3, "text": "old"} | home | {"fit": 0})
-    assert peers.failure(fit=1) is None
-    peers.add({"kind": "failed", "rank": 1, "text": "echo", "echo": True} | home)
-    peers.add({"kind": "dead", "rank": 2, "text": "Connection timed out"} | home)
-    assert "rank 2 (host node0, pid 7) was lost: Connection timed out" in str(peers.failure(fit=1))
+    with job(2) as (watch, _):
+        watch.reset()
+        watch._note({"kind": "failed", "rank": 3, "text": "old"} | home | {"fit": 0})
+        assert watch.failure() is None
+        watch._note({"kind": "failed", "rank": 1, "text": "echo", "echo": True} | home)
+        watch._note({"kind": "dead", "rank": 2, "text": "Connection timed out"} | home)
+        told = "rank 2 (host node0, pid 7) was lost: Connection timed out"
+        assert told in str(watch.failure())
 
 
 def test_echoes_and_departures_of_many_ranks_are_not_told_to_each_of_them(monkeypatch):

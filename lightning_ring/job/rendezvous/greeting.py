@@ -104,7 +104,12 @@ def greet(
     """
     try:
         connection, welcome = knock(
-            *([address], port, secret, _DOOR, {"rank": rank}, timeout),
+            [address],
+            port,
+            secret,
+            _DOOR,
+            {"rank": rank},
+            timeout,
             once=once,
             answer_seconds=min(timeout, _ANSWER_SECONDS),
         )

@@ -112,12 +112,12 @@ def _known_address(info: RankInfo) -> tuple[str, int, str]:
         port = 15000 + (job * 31 + step) % 16000
         port = int(_variable("MASTER_PORT")) if "MASTER_PORT" in os.environ else port
         return os.environ.get("MASTER_ADDR", host), port, f"{job}.{step}"
-    if info.source == "spawn":  # on this host: MASTER_ADDR in the environment is of another job
-        return LOOPBACK, int(_variable("MASTER_PORT")), info.source
+    # of spawn on this host: MASTER_ADDR in the environment is of another job
+    address = LOOPBACK if info.source == "spawn" else _variable("MASTER_ADDR")
     job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", ""
     )
-    return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), job_name or info.source
+    return address, int(_variable("MASTER_PORT")), job_name or info.source
 
 
 def _variable(name: str) -> str:
@@ -135,8 +135,12 @@ def _variable(name: str) -> str:
 def _serve(address: str, timeout: timedelta) -> TCPStore:
     listener = listen(address)
     place = address or LOOPBACK, listener.getsockname()[1]
-    settings: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
-    settings["master_listen_fd"] = listener.detach()
+    settings: dict[str, Any] = {
+        "is_master": True,
+        "timeout": timeout,
+        "wait_for_workers": False,
+        "master_listen_fd": listener.detach(),
+    }
     try:
         return TCPStore(*place, **settings)
     # torch 2.6: its newer server cannot take a socket that listens already
@@ -206,10 +210,9 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
 def _prefer_interface_towards(host: str, info: RankInfo) -> None:
     """That by which this host reaches ``host``; nothing is sent."""
     address = LOOPBACK if info.num_nodes == 1 else host
-    if info.num_nodes > 1:
-        with contextlib.suppress(OSError):
-            family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(where)
-                address = probe.getsockname()[0]
+    with contextlib.suppress(OSError):
+        family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            address = probe.getsockname()[0]
     prefer_interface(address)

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field
 
 from lightning_ring.errors import PeerFailedError
-from lightning_ring.job.watch.messages import Message
 
 _TRANSPORT_WORDS = (
     "gloo/transport",
@@ -65,37 +64,3 @@ class PeerEvent:
             f"{name} died: its process ended without a word (killed, out of memory, or crashed in "
             "C code)"
         )
-
-
-class PeerEvents:
-    """Failures, deaths and departures of the other ranks: in rank 0 all, in other ranks the first
-    ones. Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self.failures: list[PeerEvent] = []
-        self.left: dict[int, PeerEvent] = {}
-        self.gone: set[int] = set()
-        self.all_left = False  # this rank included
-
-    def add(self, message: Message) -> None:
-        """Add a message of another rank, as the relay passed it on."""
-        kind, rank = message["kind"], message["rank"]
-        self.all_left = self.all_left or kind == "all left"
-        if kind in ("dead", "gone"):
-            self.gone.add(rank)
-        if kind in ("failed", "dead", "left"):
-            event = PeerEvent(
-                **{name: message[name] for name in PeerEvent.__slots__ if name in message}
-            )
-            if kind == "left":
-                self.left[rank] = event
-            else:
-                self.failures.append(event)
-
-    def failure(self, fit: int) -> PeerEvent | None:
-        """The first failure in ``fit`` that is no echo, else the first echo. A dead rank counts
-        in every fit.
-        """
-        current = [event for event in self.failures if event.kind == "dead" or event.fit == fit]
-        return min(current, key=lambda event: (event.echo, event.time), default=None)

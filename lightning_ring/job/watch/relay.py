@@ -41,7 +41,12 @@ def join_relay(
     try:
         port, hello = int(store.get("relay")), {"rank": info.rank} | home
         connection, rank_0 = knock(
-            *([address], port, secret, _DOOR, hello, _CONNECT_SECONDS),
+            [address],
+            port,
+            secret,
+            _DOOR,
+            hello,
+            _CONNECT_SECONDS,
             answer_seconds=_CONNECT_SECONDS,  # rank 0 may be in C code, or load libraries
         )
     except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout

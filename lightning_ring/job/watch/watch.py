@@ -20,7 +20,7 @@ from lightning_ring.errors import PeerFailedError
 from lightning_ring.job.exit import LauncherProbe, end_process, remove_files_of_mpirun, say
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
-from lightning_ring.job.watch.peers import PeerEvent, PeerEvents, comes_from_a_peer
+from lightning_ring.job.watch.peers import PeerEvent, comes_from_a_peer
 from lightning_ring.job.watch.relay import Relay, join_relay
 
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
@@ -36,7 +36,11 @@ class JobWatch:
 
     def __init__(self, info: RankInfo, store: Store, secret: str) -> None:
         self.info = info
-        self._peers = PeerEvents()
+        # of other ranks: in rank 0 all, in other ranks the first ones
+        self._failures: list[PeerEvent] = []
+        self._left: dict[int, PeerEvent] = {}
+        self._gone: set[int] = set()
+        self._all_left = False  # this rank included
         self._news = threading.Condition()
         self._callbacks: list[Callable[[Message], None]] = []
         self._fit = 0
@@ -55,11 +59,11 @@ class JobWatch:
         A rank that left normally may have sent, before, all that the caller still waits for, so it
         counts only after `LEFT_GRACE` seconds.
         """
-        if not self._peers.failures and not self._peers.left:
+        if not self._failures and not self._left:
             return
         with self._news:
             before = time.monotonic() - LEFT_GRACE
-            long_left = (event for event in self._peers.left.values() if event.time <= before)
+            long_left = (event for event in self._left.values() if event.time <= before)
             event = self.failure() or next(long_left, None)
         if event is not None:
             raise self._error(event)
@@ -76,9 +80,14 @@ class JobWatch:
             raise self._error(event) from error
 
     def failure(self) -> PeerEvent | None:
-        """The failure or death of another rank to blame, if any."""
+        """The first failure of another rank in this fit that is no echo, else the first echo. A
+        dead rank counts in every fit.
+        """
         with self._news:
-            return self._peers.failure(self._fit)
+            current = [
+                event for event in self._failures if event.kind == "dead" or event.fit == self._fit
+            ]
+        return min(current, key=lambda event: (event.echo, event.time), default=None)
 
     def report(self, exception: BaseException) -> None:
         """Tell all ranks that this one raised ``exception``; the watch does not end a rank that
@@ -104,8 +113,7 @@ class JobWatch:
             self._told += 1
             number = self._told
             self._connection.send(event | {"fit": self._fit})
-            if wait:
-                self._wait_for(lambda: self._returned >= number, wait)
+            self._wait_for(lambda: self._returned >= number, wait)
             return self._returned >= number
 
     def on_event(self, callback: Callable[[Message], None]) -> None:
@@ -142,7 +150,7 @@ class JobWatch:
         stay = self.info.source == "mpi" or self.info.rank == 0
         while stay and not self._closed:
             with self._news:
-                if self._peers.all_left:
+                if self._all_left:
                     break
                 failure = self.failure()
                 caught = self._reported and failure is not None and failure.kind == "failed"
@@ -163,7 +171,7 @@ class JobWatch:
         """
         self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
-            self._wait_for(lambda: self._peers.all_left, CLOSE_SECONDS)
+            self._wait_for(lambda: self._all_left, CLOSE_SECONDS)
         self.close()
 
     def free_launcher(self, failure: PeerEvent) -> None:
@@ -175,7 +183,7 @@ class JobWatch:
 
     def wait_until_gone(self, rank: int, timeout: float) -> None:
         """Wait until ``rank``'s process has ended; it may be printing the error that matters."""
-        self._wait_for(lambda: rank in self._peers.gone, timeout)
+        self._wait_for(lambda: rank in self._gone, timeout)
 
     def close(self) -> None:
         """Stop watching. Not collective; calling it twice is fine."""
@@ -240,19 +248,34 @@ class JobWatch:
                 if message["rank"] == self.info.rank:
                     self._returned += 1
                 else:
-                    self._peers.add(message)
+                    self._note(message)
             self._news.notify_all()
         for message in messages:
             for callback in self._callbacks:
                 callback(message)
         return over
 
+    def _note(self, message: Message) -> None:
+        """A message of another rank, as the relay passed it on."""
+        kind, rank = message["kind"], message["rank"]
+        self._all_left = self._all_left or kind == "all left"
+        if kind in ("dead", "gone"):
+            self._gone.add(rank)
+        if kind in ("failed", "dead", "left"):
+            event = PeerEvent(
+                **{name: message[name] for name in PeerEvent.__slots__ if name in message}
+            )
+            if kind == "left":
+                self._left[rank] = event
+            else:
+                self._failures.append(event)
+
     def _lose_relay(self, why: str) -> None:
         with self._news:
-            known = {event.rank for event in self._peers.failures} | self._peers.left.keys()
+            known = {event.rank for event in self._failures} | self._left.keys()
             if 0 not in known:
-                self._peers.add({"kind": "dead", "rank": 0, "text": why} | self.rank_0)
-            self._peers.gone.add(0)
+                self._note({"kind": "dead", "rank": 0, "text": why} | self.rank_0)
+            self._gone.add(0)
             self._connection = None
             self._news.notify_all()
 
