@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_ring.host.accelerator import COLLECTIVES, gpu_module, started_gpus
+from lightning_ring.host.accelerator import COLLECTIVES, gpu_module
 
 
 def collect_random_state() -> dict[str, Any]:
@@ -30,8 +30,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(own_memory(state["torch"]))
-    if "numpy" in state:
-        numpy.random.set_state(tuple(state["numpy"]))
+    numpy.random.set_state(tuple(state["numpy"]))
     for kind in COLLECTIVES.keys() & state.keys():
         gpus = gpu_module(torch.device(kind))
         for index, of_one in enumerate(state[kind][: gpus.device_count()]):
@@ -55,9 +54,14 @@ def remember_random_state() -> Callable[[], None]:
 
 
 def _random_state() -> dict[str, Any]:
-    state = {
+    state: dict[str, Any] = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "numpy": numpy.random.get_state(),
     }
-    return state | {kind: gpus.get_rng_state_all() for kind, gpus in started_gpus()}
+    for kind in COLLECTIVES:
+        gpus = gpu_module(torch.device(kind))
+        # a flag first: the other question may reach a driver
+        if gpus.is_initialized() and gpus.is_available():
+            state[kind] = gpus.get_rng_state_all()
+    return state

@@ -43,10 +43,8 @@ def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
 
     Call it as soon as ``info`` is known and again once there is a ``watch``. The traceback is
     printed first, except that of a `PeerFailedError`: the other rank prints the error that matters.
-    With one rank nothing is installed. At a normal end the rank says goodbye (`JobWatch.leave`).
+    At a normal end the rank says goodbye (`JobWatch.leave`).
     """
-    if info.world_size == 1:
-        return
     first = _Installed.pid != os.getpid()
     _Installed.info, _Installed.watch, _Installed.pid = info, watch, os.getpid()
     if not first:

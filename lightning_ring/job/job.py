@@ -252,9 +252,8 @@ def open_job(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
         end_job_on_error(info)
         # in rank 0 also those of the store and of the watch
         each = _CONNECTIONS + 2 * (info.rank == 0)
-        require_open_files(
-            each * info.world_size + _OTHER_FILES, f"{info.name} of {info.world_size:,}"
-        )
+        num_files = each * info.world_size + _OTHER_FILES
+        require_open_files(num_files, f"{info.name} of {info.world_size:,}")
         store = dist.PrefixStore(f"generation {info.generation}", open_store(info, timeout))
         secret = agree_on_secret(info, store)
         sealed.use(secret)

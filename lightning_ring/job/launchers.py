@@ -95,8 +95,7 @@ def mpi_variables(environ: Environ) -> LaunchVariables | None:
 def slurm_variables(environ: Environ) -> LaunchVariables | None:
     """A task in an ``srun`` step of several tasks."""
     step = _number(environ, "SLURM_STEP_ID")
-    num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
-    if step is None or step >= _FIRST_SPECIAL_STEP or num_tasks == 1:
+    if step is None or step >= _FIRST_SPECIAL_STEP or _number(environ, "SLURM_STEP_NUM_TASKS") == 1:
         return None
     rank, world_size, local_rank, node, num_nodes = _required(environ, _SLURM, "srun")
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE", "")

@@ -118,8 +118,11 @@ def mpirun_line(
     """
     written = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if mpirun.family != "openmpi":
+        # Intel's mpirun is a script, which a signal ends alone, without the job that it runs
+        hydra = Path(mpirun.path).with_name("mpiexec.hydra")
+        is_script = mpirun.family == "intelmpi" and os.access(hydra, os.X_OK)
         where = ["-hosts", written] if hosts else []
-        return [_program(mpirun), "-n", str(ranks), *where, *command]
+        return [str(hydra) if is_script else mpirun.path, "-n", str(ranks), *where, *command]
     line = [mpirun.path, "-n", str(ranks)]
     if not hosts and not in_allocation(environ):
         # Open MPI allows as many ranks as cores unless told
@@ -145,14 +148,6 @@ def mpirun_line(
 def exported_names(environ: Mapping[str, str]) -> list[str]:
     """The variables that ranks on other hosts get."""
     return [name for name in sorted(environ) if name in _NAMES or name.startswith(_PREFIXES)]
-
-
-def _program(mpirun: Mpirun) -> str:
-    """The program to start: Intel's mpirun is a script, which a signal ends alone, without the
-    job that it runs.
-    """
-    hydra = Path(mpirun.path).with_name("mpiexec.hydra")
-    return str(hydra) if mpirun.family == "intelmpi" and os.access(hydra, os.X_OK) else mpirun.path
 
 
 def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]) -> int:

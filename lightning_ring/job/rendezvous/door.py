@@ -160,7 +160,6 @@ class Door:
                 if error.errno in _FULL:
                     self._turn_away()
                 return
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = MessageConnection(accepted)
             connection.longest_line = HELLO_BYTES
             visitor = _Visitor(connection, token_hex(16), time.monotonic() + HELLO_SECONDS)
@@ -308,7 +307,6 @@ def _enter(connection: MessageConnection, key: bytes, hello: Message, seconds: f
         raise NotOurDoor(f"another program answered ({over or 'something else'})")
     nonce = token_hex(16)
     own = {"kind": "hello", "nonce": nonce, **hello}
-    connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.send(_proved(key, str(challenge.get("nonce")), own))
     welcome, over = connection.next(seconds)
     if welcome is None and over != "nothing":

@@ -28,6 +28,7 @@ class MessageConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform.startswith("linux"):
             for option, value in (

@@ -27,7 +27,8 @@ def join_relay(
     """Start the relay in rank 0, which publishes its port in ``store``, and connect this rank to
     it. Collective.
 
-    Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
+    Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid`` in its
+    welcome.
     """
     # on one node MASTER_ADDR may name any of its interfaces, and nobody else comes to loopback
     address = LOOPBACK if info.num_nodes == 1 else host_of(store) or LOOPBACK
@@ -62,7 +63,7 @@ def join_relay(
             f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: "
             f"{str(error).splitlines()[0]}. Rank 0 may have failed to start. {advice}"
         ) from error
-    return relay, connection, {name: rank_0[name] for name in home}
+    return relay, connection, rank_0
 
 
 def host_of(store: Store) -> str:

@@ -193,8 +193,7 @@ class JobWatch:
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2)
+        self._thread.join(timeout=2)
         if self._relay is not None:
             self._relay.door.close()
 
@@ -274,7 +273,7 @@ class JobWatch:
         with self._news:
             known = {event.rank for event in self._failures} | self._left.keys()
             if 0 not in known:
-                self._note({"kind": "dead", "rank": 0, "text": why} | self.rank_0)
+                self._note(self.rank_0 | {"kind": "dead", "rank": 0, "text": why})
             self._gone.add(0)
             self._connection = None
             self._news.notify_all()
