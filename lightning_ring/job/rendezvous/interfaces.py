@@ -46,7 +46,7 @@ def ipv6_addresses() -> list[tuple[str, str]]:
 class _Preferred:
     """The interface that leads to rank 0, known after the rendezvous."""
 
-    name: str | None = None
+    name = ""
     offered = False  # the variable is ours
 
 
@@ -58,7 +58,7 @@ def prefer_interface(address: str) -> None:
     to none.
     """
     _Preferred.name = next(
-        (name for name, known in ipv4_addresses() + ipv6_addresses() if known == address), None
+        (name for name, known in ipv4_addresses() + ipv6_addresses() if known == address), ""
     )
     offer_interface()
 
@@ -67,7 +67,7 @@ def offer_interface() -> None:
     """Set GLOO_SOCKET_IFNAME, which every new process group over Gloo reads, until
     `withdraw_interface`.
     """
-    if _Preferred.name is not None and GLOO_VARIABLE not in os.environ:
+    if _Preferred.name and GLOO_VARIABLE not in os.environ:
         os.environ[GLOO_VARIABLE] = _Preferred.name
         _Preferred.offered = True
 
