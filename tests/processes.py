@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from lightning_ring.job.exit import remove_segments
-from lightning_ring.launch.mpirun import identify
+from lightning_ring.launch.mpirun import find_mpirun
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def mpi_family():
     """Whose mpirun is beside the running Python (`lightning_ring.launch.mpirun.Mpirun`), or
     ``""``.
     """
-    found = identify(path) if (path := mpirun_path()) is not None else None
+    found = find_mpirun() if mpirun_path() else None
     return found.family if found is not None else ""
 
 

@@ -6,7 +6,6 @@ What was run on which of them is in docs/compatibility.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,15 +34,6 @@ def vendor(kind: str) -> str:
     if kind == "xpu":
         return "Intel"
     return "AMD" if torch.version.hip else "NVIDIA"
-
-
-def started_gpus() -> Iterator[tuple[str, Any]]:
-    """The kinds of GPU that this process has used, and torch's module of each."""
-    for kind in COLLECTIVES:
-        module = gpu_module(torch.device(kind))
-        # a flag first: the other question may reach a driver
-        if module.is_initialized() and module.is_available():
-            yield kind, module
 
 
 def synchronize(device: torch.device) -> None:

@@ -19,57 +19,52 @@ def bound_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def available_cores(ranks_per_node: int = 1, root: Path = _CGROUP, own: Path = _OWN) -> int:
+def available_cores(ranks_per_node: int = 1) -> int:
     """Cores for one rank, at least 1: what affinity and processor quotas allow, divided by the
     ranks that share it.
 
     Under ``mpirun --bind-to core`` each rank sees its own cores only: leave ``ranks_per_node`` at 1
     there.
     """
-    return max(1, int(min(len(bound_cores()), cgroup_quota(root, own)) / ranks_per_node))
+    return max(1, int(min(len(bound_cores()), cgroup_quota()) / ranks_per_node))
 
 
-def cgroup_quota(root: Path = _CGROUP, own: Path = _OWN) -> float:
+def cgroup_quota() -> float:
     """The number of cores at a time that the processor quotas over this process allow; infinite
     without a quota.
 
-    A container sees its own control group as ``root``; under systemd and Slurm a process lives in
+    A container sees its own control group as the root; under systemd and Slurm a process lives in
     one below it, and every group from there upwards limits it. Sources: the kernel's cgroup-v2.rst
     (``cpu.max``) and sched-bwc.rst (version 1).
     """
-    groups = [root, *_groups_below(root, "", own)]
-    version_1 = [root / "cpu", *_groups_below(root / "cpu", "cpu", own)]
-    quotas = [_version_2(group) for group in groups if (group / "cpu.max").exists()]
-    return min(quotas or map(_version_1, version_1), default=math.inf)
+    groups = _own_groups(_CGROUP, "")
+    quotas = [_quota(group, "cpu.max") for group in groups if (group / "cpu.max").exists()]
+    version_1 = _own_groups(_CGROUP / "cpu", "cpu")
+    return min(
+        quotas or (_quota(group, "cpu.cfs_quota_us", "cpu.cfs_period_us") for group in version_1)
+    )
 
 
-def _groups_below(root: Path, controller: str, own: Path) -> Iterator[Path]:
-    """This process's group and those above it, without ``root``; ``controller`` is empty in
-    version 2.
-    """
+def _own_groups(root: Path, controller: str) -> Iterator[Path]:
+    """``root``, this process's group, and those between; ``controller`` is empty in version 2."""
+    yield root
     try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
     except OSError:
         return
-    for _, controllers, path in (line for line in lines if len(line) == 3):
+    for _, controllers, path in lines:
         if controller in controllers.split(","):
             group = root / path.lstrip("/")
-            while group != root and root in group.parents:
+            while root in group.parents:
                 yield group
                 group = group.parent
 
 
-def _version_2(group: Path) -> float:
+def _quota(group: Path, *files: str) -> float:
+    """Of two numbers in ``files``: the quota, ``max`` or -1 if there is none, and its period."""
     try:
-        quota, period = (group / "cpu.max").read_text().split()
+        texts = [(group / name).read_text() for name in files]
+        quota, period = map(int, " ".join(texts).split())
     except (OSError, ValueError):
         return math.inf
-    return math.inf if quota == "max" else int(quota) / int(period)
-
-
-def _version_1(group: Path) -> float:
-    try:
-        quota = int((group / "cpu.cfs_quota_us").read_text())
-        return math.inf if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return math.inf
+    return quota / period if quota >= 0 else math.inf

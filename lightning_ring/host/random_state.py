@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
-from lightning_ring.host.accelerator import COLLECTIVES, gpu_module, started_gpus
+from lightning_ring.host.accelerator import COLLECTIVES, gpu_module
 
 
 def collect_random_state() -> dict[str, Any]:
     """State of Python's, NumPy's and torch's generators (every GPU's too), picklable with
     ``weights_only``.
     """
-    version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "torch": torch.get_rng_state(),
-    }
-    if numpy := _numpy_random():
-        name, keys, position, has_gauss, cached = numpy.get_state()
-        state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
-    for kind, gpus in started_gpus():
-        state[kind] = gpus.get_rng_state_all()
-    return state
+    state = _random_state()
+    name, keys, *rest = state["numpy"]
+    return state | {"numpy": [name, keys.tolist(), *rest]}
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
@@ -36,8 +30,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(own_memory(state["torch"]))
-    if (numpy := _numpy_random()) and "numpy" in state:
-        numpy.set_state(tuple(state["numpy"]))
+    numpy.random.set_state(tuple(state["numpy"]))
     for kind in COLLECTIVES.keys() & state.keys():
         gpus = gpu_module(torch.device(kind))
         for index, of_one in enumerate(state[kind][: gpus.device_count()]):
@@ -57,24 +50,18 @@ def remember_random_state() -> Callable[[], None]:
     """Keep the states of the same generators as they are, which is cheaper; the returned
     function restores them.
     """
-    python, host, numpy = random.getstate(), torch.get_rng_state(), _numpy_random()
-    of_numpy = numpy.get_state() if numpy else None
-    of_gpus = [(gpus, gpus.get_rng_state_all()) for _, gpus in started_gpus()]
-
-    def restore() -> None:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy:
-            numpy.set_state(of_numpy)
-        for gpus, states in of_gpus:
-            gpus.set_rng_state_all(states)
-
-    return restore
+    return partial(restore_random_state, _random_state())
 
 
-def _numpy_random() -> Any:
-    try:
-        import numpy.random
-    except ImportError:
-        return None
-    return numpy.random
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "numpy": numpy.random.get_state(),
+    }
+    for kind in COLLECTIVES:
+        gpus = gpu_module(torch.device(kind))
+        # a flag first: the other question may reach a driver
+        if gpus.is_initialized() and gpus.is_available():
+            state[kind] = gpus.get_rng_state_all()
+    return state

@@ -22,14 +22,12 @@ from lightning_ring.comm.backends.mpi import (
 )
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.comm.backends.shared_memory.communicator import (
-    SharedMemoryCommunicator,
     open_shared_memory,
 )
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
-from lightning_ring.comm.transport import Transport
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import COLLECTIVES
@@ -38,6 +36,9 @@ from lightning_ring.job.members import nodes_of
 from lightning_ring.job.ranks import RankInfo
 
 _log = logging.getLogger("lightning_ring")
+
+Nodes = Sequence[Sequence[int]]
+"""The ranks of each node."""
 
 
 def open_communicator(
@@ -82,14 +83,15 @@ def open_communicator(
         job.communicator = open_hierarchical(
             nodes, info.rank, chosen, across, policy, memory_store, kept
         )
-        return job.communicator
-    if across == "shared memory":
+    elif across == "shared memory":
         bootstrap = StoreBootstrap(store, range(info.world_size), info.rank, policy)
         job.communicator = open_shared_memory(bootstrap, policy, kept=kept)
-        across = _by_messages(info)
-    if job.communicator is None and across == "mpi":
+        across = "mpi" if info.source == "mpi" else "gloo"
+    if job.communicator is not None:
+        return job.communicator
+    if across == "mpi":
         job.communicator = MPICommunicator(import_mpi().COMM_WORLD, policy)
-    elif job.communicator is None:
+    else:
         opened = job.communicator = open_torch_communicator(across, policy, device)
         if isinstance(opened, GlooCommunicator) and job.stalls and info.world_size == 2:
             opened.late_calls = job.stalls.late_calls
@@ -98,36 +100,26 @@ def open_communicator(
 
 def _chosen(backend: str, info: RankInfo, device: torch.device) -> str:
     if backend == "auto":
+        by_messages = "mpi" if info.source == "mpi" else "gloo"
         one_node = 1 < info.world_size == info.local_size
-        backend = COLLECTIVES.get(device.type) or (
-            "shared memory" if one_node else _by_messages(info)
-        )
-    if backend == "nccl" and device.type != "cuda":
+        backend = "shared memory" if one_node else by_messages
+        backend = COLLECTIVES.get(device.type, backend)
+    moved = {"nccl": "cuda", "mpi": "cpu"}.get(backend, device.type)
+    if device.type != moved:
         raise ConfigurationError(
-            f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'."
+            f"backend={backend!r} moves {moved.upper()} tensors, the model is on {device}. Use "
+            "backend='auto'."
         )
-    if backend == "mpi":
-        if device.type != "cpu":
-            raise ConfigurationError(
-                f"backend='mpi' moves CPU tensors, the model is on {device}. Use backend='auto' "
-                "(NCCL on CUDA)."
-            )
-        if info.source != "mpi":
-            raise ConfigurationError(
-                f"backend='mpi' needs ranks that MPI started, these come from {info.source}. Start "
-                "them with `mpirun -n N python ...` or `ringrun -n N python ...`, or use "
-                "backend='gloo'."
-            )
+    if backend == "mpi" and info.source != "mpi":
+        raise ConfigurationError(
+            f"backend='mpi' needs ranks that MPI started, these come from {info.source}. Start "
+            "them with `mpirun -n N python ...` or `ringrun -n N python ...`, or use "
+            "backend='gloo'."
+        )
     return backend
 
 
-def _by_messages(info: RankInfo) -> str:
-    return "mpi" if info.source == "mpi" else "gloo"
-
-
-def is_hierarchical(
-    topology: str, nodes: Sequence[Sequence[int]], device_type: str, rank: int = 0
-) -> bool:
+def is_hierarchical(topology: str, nodes: Nodes, device_type: str, rank: int = 0) -> bool:
     """Whether ranks on ``nodes`` take hierarchical communicators; for ``"auto"`` rank 0 logs why
     not, at INFO.
     """
@@ -143,7 +135,7 @@ def is_hierarchical(
     return not obstacle
 
 
-def _obstacle(nodes: Sequence[Sequence[int]], device_type: str) -> str:
+def _obstacle(nodes: Nodes, device_type: str) -> str:
     if device_type != "cpu":
         return "between GPUs, NCCL itself arranges the ranks by node"
     if len(nodes) == 1:
@@ -159,7 +151,7 @@ def _obstacle(nodes: Sequence[Sequence[int]], device_type: str) -> str:
 
 
 def open_hierarchical(
-    nodes: Sequence[Sequence[int]],
+    nodes: Nodes,
     rank: int,
     backend: str,
     across_backend: str,
@@ -175,18 +167,13 @@ def open_hierarchical(
     """
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
     world = import_mpi().COMM_WORLD if "mpi" in (backend, across_backend) else None
-    transport: Transport = (
-        open_mpi_transport(world, policy) if backend == "mpi" else open_gloo_transport(policy)
-    )
 
-    def over(backend: str, parts: Sequence[Sequence[int]]) -> Communicator:
+    def over(backend: str, parts: Nodes) -> Communicator:
         if backend == "gloo":
             return open_gloo_subgroup(parts, policy)
         return open_mpi_subgroup(world, parts, policy)
 
-    in_node: Sequence[Communicator] = []
-    if store is not None:
-        in_node = _through_memory(nodes, rank, policy, store, kept)
+    in_node = _through_memory(nodes, rank, policy, store, kept) if store is not None else []
     inward, outward = in_node or [over(backend, nodes), over(backend, nodes)]
     across = over(across_backend, peers)
     if rank == 0:
@@ -194,20 +181,23 @@ def open_hierarchical(
             f"{len(nodes)} nodes of {len(peers)} ranks: {type(inward).__name__} in a node, "
             f"{type(across).__name__} between nodes."
         )
-    return HierarchicalCommunicator(transport, inward, outward, across, peers, policy)
+    return HierarchicalCommunicator(
+        open_mpi_transport(world, policy) if backend == "mpi" else open_gloo_transport(policy),
+        inward,
+        outward,
+        across,
+        peers,
+        policy,
+    )
 
 
 def _through_memory(
-    nodes: Sequence[Sequence[int]],
-    rank: int,
-    policy: WaitPolicy,
-    store: Store,
-    kept: KeptMemory | None,
-) -> list[SharedMemoryCommunicator]:
+    nodes: Nodes, rank: int, policy: WaitPolicy, store: Store, kept: KeptMemory | None
+) -> list[Communicator]:
     """Two communicators over this rank's node in the same shared memory; empty if some node
     cannot share it.
     """
-    number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)
+    number, members = next(node for node in enumerate(nodes) if rank in node[1])
     bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, policy)
     first = open_shared_memory(bootstrap, policy, members=members, kept=kept)
     opened = [first]

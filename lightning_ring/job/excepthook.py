@@ -16,7 +16,6 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -44,10 +43,8 @@ def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
 
     Call it as soon as ``info`` is known and again once there is a ``watch``. The traceback is
     printed first, except that of a `PeerFailedError`: the other rank prints the error that matters.
-    With one rank nothing is installed. At a normal end the rank says goodbye (`JobWatch.leave`).
+    At a normal end the rank says goodbye (`JobWatch.leave`).
     """
-    if info.world_size == 1:
-        return
     first = _Installed.pid != os.getpid()
     _Installed.info, _Installed.watch, _Installed.pid = info, watch, os.getpid()
     if not first:
@@ -64,25 +61,19 @@ def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
             return
         cause = _cause(error)
         if not isinstance(cause, PeerFailedError):
-            _print_whole(previous, kind, error, trace)
+            # at once: ranks that fail together would mix the lines of their tracebacks
+            stderr, text = sys.stderr, io.StringIO()
+            with contextlib.redirect_stderr(text):
+                previous(kind, error, trace)
+            with contextlib.suppress(OSError, ValueError):
+                stderr.write(text.getvalue())
+                stderr.flush()
         _end_after(cause)
 
     sys.excepthook = hook
     sys.exit = _exit
     # before MPI_Finalize: mpi4py calls that after Python's own exit handlers
     atexit.register(_goodbye)
-
-
-def _print_whole(hook: Callable[..., Any], *error: Any) -> None:
-    """Print what ``hook`` prints at once: ranks that fail together would mix the lines of their
-    tracebacks.
-    """
-    stderr, text = sys.stderr, io.StringIO()
-    with contextlib.redirect_stderr(text):
-        hook(*error)
-    with contextlib.suppress(OSError, ValueError):
-        stderr.write(text.getvalue())
-        stderr.flush()
 
 
 def stop_ending_job() -> None:

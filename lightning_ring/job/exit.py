@@ -32,8 +32,7 @@ def leave_cause(line: str) -> None:
     That process listens at the abstract socket ``RING_CAUSE`` (Linux), which nobody has to remove:
     on another host there is none.
     """
-    name = os.environ.get("RING_CAUSE")
-    if name:
+    if name := os.environ.get("RING_CAUSE"):
         with (
             contextlib.suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
@@ -80,13 +79,12 @@ class LauncherProbe:
     """Whether this process's parent still lives, and its launcher, which may be an older ancestor.
 
     Open MPI leaves the ranks running when mpirun is killed with ``kill -9``. A shell between mpirun
-    and the rank survives mpirun too, so the ancestors up to the launcher are remembered, each with
-    its start time.
+    and the rank survives mpirun too, so the launcher is remembered with its start time.
     """
 
     def __init__(self) -> None:
         self._parent = os.getppid()
-        self._ancestors = _ancestors_up_to_launcher(self._parent)
+        self._launcher = _launcher_above(self._parent)
         # it may have gone before this rank was ready to watch it
         self._orphaned = self._parent == 1 and os.environ.get("RING_LAUNCHER_PID", "1") != "1"
 
@@ -97,42 +95,34 @@ class LauncherProbe:
         mpirun gives up at the third SIGTERM, with exit code 1 and its files removed. Should it end
         by itself, as it does when the link comes back, nothing happens.
         """
-        if self._ancestors and self._ancestors[-1][2] in OPEN_MPI_LAUNCHERS:
-            launcher = self._ancestors[-1][0]
-            script = f"sleep 2; for i in 1 2 3; do kill -TERM {launcher} || exit; sleep 1; done"
-            quiet = subprocess.DEVNULL
-            subprocess.Popen(
-                ["/bin/sh", "-c", script],
-                stdin=quiet,
-                stdout=quiet,
-                stderr=quiet,
-                start_new_session=True,
+        if self._launcher is not None and self._launcher[2] in OPEN_MPI_LAUNCHERS:
+            script = (
+                "exec </dev/null >/dev/null 2>&1; sleep 2; for i in 1 2 3; do kill -TERM "
+                f"{self._launcher[0]} || exit; sleep 1; done"
             )
+            subprocess.Popen(script, shell=True, start_new_session=True)
 
     def gone(self) -> str | None:
         """A sentence about the process that has gone, or ``None`` while all live."""
         if self._orphaned or os.getppid() != self._parent:
             return f"its parent process {self._parent} has gone"
-        for pid, started, name in self._ancestors:
+        if self._launcher is not None:
+            pid, started, name = self._launcher
             fields = _stat(pid)
             if fields is None or fields[2] != started:
                 return f"{name} (pid {pid}), which started it, has gone"
         return None
 
 
-def _ancestors_up_to_launcher(pid: int) -> list[tuple[int, str, str]]:
-    chain: list[tuple[int, str, str]] = []
+def _launcher_above(pid: int) -> tuple[int, str, str] | None:
+    """Number, start time and name; `None` if no ancestor is a launcher that we know."""
     own_launcher = os.environ.get("RING_LAUNCHER_PID")
-    while pid > 1 and len(chain) < 32:
-        fields = _stat(pid)
-        if fields is None:
-            return []
+    while pid > 1 and (fields := _stat(pid)) is not None:
         name, parent, started = fields
-        chain.append((pid, started, name))
         if name in MPI_LAUNCHERS or str(pid) == own_launcher:
-            return chain
+            return pid, started, name
         pid = parent
-    return []  # no launcher that we know: the parent alone is watched
+    return None
 
 
 def _stat(pid: int) -> tuple[str, int, str] | None:
@@ -141,9 +131,9 @@ def _stat(pid: int) -> tuple[str, int, str] | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    name = text[text.index("(") + 1 : text.rindex(")")]
-    fields = text.rpartition(")")[2].split()
-    return (name, int(fields[1]), fields[19]) if fields[0] != "Z" else None
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    return (before.partition("(")[2], int(fields[1]), fields[19]) if fields[0] != "Z" else None
 
 
 def remove_files_of_mpirun() -> None:
@@ -160,7 +150,6 @@ def remove_segments(pid: int | str = "self") -> None:
     """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            path = line[line.find("/") :] if "/dev/shm/" in line else ""
+            _, _, path = line.partition("/dev/shm/")
             if Path(path).name.startswith(_SEGMENTS):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+                Path("/dev/shm", path).unlink(missing_ok=True)

@@ -52,7 +52,6 @@ from lightning_ring.job.stalls import StallReporter
 from lightning_ring.job.watch.watch import JobWatch
 
 _CONNECTIONS = 2  # to each other rank: of torch.distributed's default group, and of Gloo's own
-_CONNECTIONS_OF_RANK_0 = _CONNECTIONS + 2  # also those of the store and of the watch
 _OTHER_FILES = 128
 
 
@@ -190,11 +189,7 @@ class Job:
             return
         self.closed = True
         self.drop_communicator()
-        if (
-            self._default_group is not None
-            and dist.is_initialized()
-            and dist.group.WORLD is self._default_group
-        ):
+        if self._default_group is not None and dist.group.WORLD is self._default_group:
             dist.destroy_process_group()
         self._default_group = None
         stop_ending_job()
@@ -233,20 +228,13 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
     return open_job(info, device, timeout)
 
 
-def open_job(
-    info: RankInfo,
-    device: torch.device,
-    timeout: timedelta,
-    *,
-    store: dist.Store | None = None,
-) -> Job:
+def open_job(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
     """Open a job, and close the current one. Collective over the ranks of ``info``.
 
     torch.distributed's default group is up afterwards. With more than one rank an uncaught
     exception in this process, or an exit code that is not 0, ends the job from here on. A
     generation that this process has seen already is replaced by the next one. ``timeout`` bounds
-    each wait for another rank. The ranks meet in ``store``, by default at the place that the
-    launcher's variables tell.
+    each wait for another rank. The ranks meet at the place that the launcher's variables tell.
 
     Raises:
         ConfigurationError: This process may not open as many connections as there are ranks.
@@ -257,17 +245,16 @@ def open_job(
         _last.close()
         info = replace(info, generation=max(info.generation, _last.info.generation + 1))
     watch: JobWatch | None = None
+    store: dist.Store = dist.HashStore()
     own = own_member(info, info.rank, device)
     members = [own]
     if info.world_size > 1:
         end_job_on_error(info)
-        each = _CONNECTIONS_OF_RANK_0 if info.rank == 0 else _CONNECTIONS
-        require_open_files(
-            each * info.world_size + _OTHER_FILES, f"{info.name} of {info.world_size:,}"
-        )
-        store = dist.PrefixStore(
-            f"generation {info.generation}", store or open_store(info, timeout)
-        )
+        # in rank 0 also those of the store and of the watch
+        each = _CONNECTIONS + 2 * (info.rank == 0)
+        num_files = each * info.world_size + _OTHER_FILES
+        require_open_files(num_files, f"{info.name} of {info.world_size:,}")
+        store = dist.PrefixStore(f"generation {info.generation}", open_store(info, timeout))
         secret = agree_on_secret(info, store)
         sealed.use(secret)
         watch = JobWatch(info, store, secret)
@@ -275,7 +262,7 @@ def open_job(
         fit_threads(info, members)
         if is_gpu(device):  # before NCCL starts and says it in its own words
             check_gpu_assignment(members, nccl_version())
-    job = Job(info, members, store or dist.HashStore(), watch, device, timeout)
+    job = Job(info, members, store, watch, device, timeout)
     job.open_default_group()
     if watch is not None:
         end_job_on_error(info, watch)

@@ -75,7 +75,7 @@ def exported_variables(environ: Environ) -> LaunchVariables | None:
     Inside a Slurm job they count only if all four are set: a cluster's prologue, or a job script,
     sets some of them for another program.
     """
-    some = any(name in environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    some = any(name in environ for name in _TORCHRUN[:3])
     whole = all(name in environ for name in _TORCHRUN)
     if whole or (some and "SLURM_JOB_ID" not in environ):
         return _of_torch(environ, "RANK, WORLD_SIZE")
@@ -95,9 +95,7 @@ def mpi_variables(environ: Environ) -> LaunchVariables | None:
 def slurm_variables(environ: Environ) -> LaunchVariables | None:
     """A task in an ``srun`` step of several tasks."""
     step = _number(environ, "SLURM_STEP_ID")
-    if step is None or step >= _FIRST_SPECIAL_STEP:
-        return None
-    if _number(environ, "SLURM_STEP_NUM_TASKS") == 1:
+    if step is None or step >= _FIRST_SPECIAL_STEP or _number(environ, "SLURM_STEP_NUM_TASKS") == 1:
         return None
     rank, world_size, local_rank, node, num_nodes = _required(environ, _SLURM, "srun")
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -137,15 +135,13 @@ def ringrun_variables(environ: Environ) -> LaunchVariables | None:
         return None
     rank, world_size = _required(environ, _RINGRUN, "ringrun")
     # the launcher of one host names no places
-    of_node = {
-        "RING_LOCAL_RANK": rank,
-        "RING_LOCAL_SIZE": world_size,
-        "RING_NODE_RANK": 0,
-        "RING_NUM_NODES": 1,
+    places = {
+        "RING_LOCAL_RANK": f"{rank}",
+        "RING_LOCAL_SIZE": f"{world_size}",
+        "RING_NODE_RANK": "0",
+        "RING_NUM_NODES": "1",
     }
-    numbers = [
-        _number(environ, name) if name in environ else default for name, default in of_node.items()
-    ]
+    numbers = _required({**places, **environ}, tuple(places), "ringrun")
     return LaunchVariables("ringrun", "ringrun", rank, world_size, *numbers)
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from lightning_ring.job.ranks import RankInfo
 
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 SHARING_VERSION = (2, 30)  # of NCCL, the first that knows the variable
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+_RDMA_DEVICES = Path("/sys/class/infiniband")  # or RoCE and the like
 
 _log = logging.getLogger("lightning_ring")
 
@@ -47,7 +47,7 @@ def own_member(info: RankInfo, launch_rank: int, device: torch.device) -> JobMem
         socket.gethostname(),
         tuple(bound_cores()),
         cgroup_quota(),
-        has_rdma(),
+        any(_RDMA_DEVICES.glob("*")),
         gpu_uuid(device) if is_gpu(device) else "",
     )
 
@@ -77,30 +77,23 @@ def nodes_of(members: Sequence[JobMember]) -> list[list[int]]:
 def info_of(rank: int, members: Sequence[JobMember], source: str, generation: int) -> RankInfo:
     """The `RankInfo` of ``rank`` in a job of these ``members``."""
     nodes = nodes_of(members)
-    node_rank = next(number for number, ranks in enumerate(nodes) if rank in ranks)
-    ranks = nodes[node_rank]
+    node_rank, ranks = next(node for node in enumerate(nodes) if rank in node[1])
     return RankInfo(
         rank, len(members), ranks.index(rank), len(ranks), node_rank, len(nodes), source, generation
     )
 
 
-def has_rdma(devices: Path = _RDMA_DEVICES) -> bool:
-    """Whether this host has InfiniBand, RoCE or the like."""
-    return devices.is_dir() and any(devices.iterdir())
-
-
 # -- GPUs
 
 
-def gpu_uuid(device: torch.device, visible: str | None = None) -> str:
-    """The UUID of a GPU. ``visible`` is ``CUDA_VISIBLE_DEVICES``, by default this process's.
+def gpu_uuid(device: torch.device) -> str:
+    """The UUID of a GPU.
 
-    A partition is named by that variable alone: the device that it shows may have the whole card's
-    UUID.
+    A partition is named by ``CUDA_VISIBLE_DEVICES`` alone: the device that it shows may have the
+    whole card's UUID.
     """
-    if visible is None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    entries, index = visible.split(","), device.index or 0
+    entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    index = device.index or 0
     if index < len(entries) and entries[index].strip().startswith("MIG-"):
         return entries[index].strip()
     properties = gpu_module(device).get_device_properties(device)
@@ -184,7 +177,7 @@ def fit_threads(info: RankInfo, members: Sequence[JobMember]) -> None:
     node = [member for member in members if member.node == own.node]
     share = num_threads(own, node)
     before = torch.get_num_threads()
-    chosen = is_chosen(before, len(own.cores), os.environ)
+    chosen = is_chosen(before, len(own.cores))
     if not chosen and before != share:
         torch.set_num_threads(share)
     if info.local_rank == 0:
@@ -201,11 +194,11 @@ def num_threads(own: JobMember, node: Sequence[JobMember]) -> int:
     return max(1, min(len(own.cores), _num_usable(node) // len(node)))
 
 
-def is_chosen(threads: int, num_cores: int, environ: Mapping[str, str]) -> bool:
+def is_chosen(threads: int, num_cores: int) -> bool:
     """Whether the user chose torch's ``threads``. Torch takes as many as processors, or half of
     that if cores run two hardware threads each.
     """
-    if "OMP_NUM_THREADS" in environ or "MKL_NUM_THREADS" in environ:
+    if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
         return True
     processors = os.cpu_count() or 1
     return threads not in (num_cores, num_cores // 2, processors, processors // 2)

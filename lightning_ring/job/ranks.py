@@ -38,24 +38,19 @@ class RankInfo:
     @property
     def name(self) -> str:
         """This rank in messages."""
-        return f"rank {self.rank}" + (
-            f" of generation {self.generation}" if self.generation else ""
-        )
+        generation = f" of generation {self.generation}" if self.generation else ""
+        return f"rank {self.rank}{generation}"
 
 
-SINGLE = RankInfo(
-    rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1, source="single"
-)
+SINGLE = RankInfo(0, 1, 0, 1, 0, 1, "single")
 
 
-def discover_ranks(environ: Mapping[str, str] | None = None) -> RankInfo:
+def discover_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """The `RankInfo` of this process. Collective where MPI started it: every rank must call it, and
     MPI starts.
 
-    mpi4py is imported only when the launcher's variables (``environ``, default `os.environ`) say
-    MPI.
+    mpi4py is imported only when the launcher's variables (``environ``) say MPI.
     """
-    environ = os.environ if environ is None else environ
     found = launcher_variables(environ)
     if found is None:
         return SINGLE
@@ -91,17 +86,9 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
     if found.num_nodes is not None:
         return info_from_variables(found)
     node = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
-    local_rank, local_size = node.rank, node.size
     # the node's lowest rank names it, however the ranks were placed
     leader = node.bcast(world.rank)
-    node.Free()
     leaders = sorted(set(world.allgather(leader)))
-    return RankInfo(
-        rank=world.rank,
-        world_size=world.size,
-        local_rank=local_rank,
-        local_size=local_size,
-        node_rank=leaders.index(leader),
-        num_nodes=len(leaders),
-        source="mpi",
-    )
+    places = node.rank, node.size, leaders.index(leader), len(leaders)
+    node.Free()
+    return RankInfo(world.rank, world.size, *places, "mpi")

@@ -9,14 +9,15 @@ that waits reports itself.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import logging
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -39,6 +40,7 @@ SHOWN_WAITING = 10  # different collectives or steps
 
 # messages of the watch
 _LATE, _ASK, _STATUS, _VERDICT = "stall", "stall ask", "stall status", "stall verdict"
+_CLOSE = "stall close"  # from this rank
 _CALL = "late call"
 
 State = TypeVar("State", bound=Hashable)
@@ -54,7 +56,7 @@ class RankStatus:
     seconds: float = 0.0  # for which it has waited in that
     last: str = ""  # the collective that it finished last
     progress: str = ""  # of training
-    stack: tuple[str, ...] = ()  # its main thread's calls, innermost first
+    stack: str = ""  # `main_stack`
 
 
 def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
@@ -64,8 +66,7 @@ def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
     engines = [engine for reference in policy.engines if (engine := reference()) is not None]
     under_way = [pair for engine in engines if (pair := engine.under_way()) is not None]
     going_on = {text for text, _ in under_way}  # after a thread that started it has done with it
-    lasts = [pair for engine in engines if (pair := engine.last) is not None]
-    ended = [pair for pair in lasts if pair[0] not in going_on]
+    ended = [pair for engine in engines if (pair := engine.last) and pair[0] not in going_on]
     text, now = "", time.monotonic()
     with contextlib.suppress(Exception):  # it reads what the main thread is changing
         text = progress()
@@ -74,17 +75,17 @@ def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
     return RankStatus(collective, now - since, last, text, main_stack())
 
 
-def main_stack() -> tuple[str, ...]:
-    """``file:line function: source`` of the main thread's innermost calls, innermost first."""
+def main_stack() -> str:
+    """An indented line ``file:line function: source`` for each of the main thread's innermost
+    calls, innermost first.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    lines: list[str] = []
-    while frame is not None and len(lines) < NUM_FRAMES:
-        code, line = frame.f_code, frame.f_lineno
-        source = linecache.getline(code.co_filename, line).strip()
-        path = code.co_filename.rpartition("/site-packages/")[2]
-        lines.append(f"{path}:{line} {code.co_name}: {source}"[:200])
-        frame = frame.f_back
-    return tuple(lines)
+    calls = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=NUM_FRAMES)
+    lines = []
+    for call in calls:
+        path = call.filename.rpartition("/site-packages/")[2]
+        lines.append(f"\n      {path}:{call.lineno} {call.name}: {call.line}"[:200])
+    return "".join(lines)
 
 
 def stall_lines(
@@ -100,12 +101,20 @@ def stall_lines(
     """
     away = {rank: status for rank, status in statuses.items() if not status.collective}
     waiting = {rank: status for rank, status in statuses.items() if status.collective}
-    silent = sorted(processes.keys() - statuses.keys())
     lines = _away_lines(away, processes)
-    if silent:
-        names = f"{_named(silent, processes)} {'are' if len(silent) > 1 else 'is'}"
-        lines.append(f"{names} silent: {_silence_of(processes[silent[0]]['pid'])}.")
-    lines += _waiting_lines(collective, waiting)
+    if silent := sorted(processes.keys() - statuses.keys()):
+        lines.append(
+            f"{_named(silent, processes)} {_are(silent)} silent: it is stopped (SIGSTOP, a "
+            "debugger), its host swaps, or C code holds its interpreter. "
+            f"`py-spy dump --native --pid {processes[silent[0]]['pid']}` there shows where."
+        )
+    groups = _alike({rank: (each.collective, each.progress) for rank, each in waiting.items()})
+    for (name, progress), ranks in groups[:SHOWN_WAITING]:
+        verb = "wait" if len(ranks) > 1 else "waits"
+        which = "it" if name == collective else name
+        lines.append(f"{ranks_text(ranks)} {verb} in {which}{_after(progress)}.")
+    if rest := sum(len(ranks) for _, ranks in groups[SHOWN_WAITING:]):
+        lines.append(f"{rest} more wait, at other steps or in other collectives.")
     if not away and not silent:
         lines.append(
             "All ranks answer, and each is in a collective: the network is slow, or "
@@ -113,7 +122,7 @@ def stall_lines(
         )
         stacks = _alike({rank: status.stack for rank, status in waiting.items()})
         for stack, ranks in stacks[:SHOWN_STACKS]:
-            lines += [f"The main thread of {ranks_text(ranks)}:", *_indented(stack)]
+            lines.append(f"The main thread of {ranks_text(ranks)}:{stack}")
     return lines
 
 
@@ -121,39 +130,23 @@ def _away_lines(away: Mapping[int, RankStatus], processes: Mapping[int, Message]
     lines: list[str] = []
     groups = _alike(away)
     for status, ranks in groups[:SHOWN_STACKS]:
-        verb, they = ("are", "they") if len(ranks) > 1 else ("is", "it")
+        they = "they" if len(ranks) > 1 else "it"
         last = f"; the last that {they} finished was {status.last}" if status.last else ""
         lines.append(
-            f"{_named(ranks, processes)} {verb} not in it{_after(status.progress)}{last}. The main "
-            "thread, innermost call first:"
+            f"{_named(ranks, processes)} {_are(ranks)} not in it{_after(status.progress)}{last}. "
+            f"The main thread, innermost call first:{status.stack}"
         )
-        lines += _indented(status.stack)
     if rest := [rank for _, ranks in groups[SHOWN_STACKS:] for rank in ranks]:
-        verb = "are" if len(rest) > 1 else "is"
-        lines.append(f"{ranks_text(rest)} {verb} not in it either, at other places.")
+        lines.append(f"{ranks_text(rest)} {_are(rest)} not in it either, at other places.")
     return lines
 
 
-def _waiting_lines(collective: str, waiting: Mapping[int, RankStatus]) -> list[str]:
-    lines: list[str] = []
-    groups = _alike({rank: (each.collective, each.progress) for rank, each in waiting.items()})
-    for (name, progress), ranks in groups[:SHOWN_WAITING]:
-        verb, which = "wait" if len(ranks) > 1 else "waits", "it" if name == collective else name
-        lines.append(f"{ranks_text(ranks)} {verb} in {which}{_after(progress)}.")
-    if rest := sum(len(ranks) for _, ranks in groups[SHOWN_WAITING:]):
-        lines.append(f"{rest} more wait, at other steps or in other collectives.")
-    return lines
+def _are(ranks: Sequence[int]) -> str:
+    return "are" if len(ranks) > 1 else "is"
 
 
 def _after(progress: str) -> str:
     return progress and f", {progress}"
-
-
-def _silence_of(pid: int) -> str:
-    return (
-        "it is stopped (SIGSTOP, a debugger), its host swaps, or C code holds its interpreter. "
-        f"`py-spy dump --native --pid {pid}` there shows where"
-    )
 
 
 def _alike(states: Mapping[int, State]) -> list[tuple[State, list[int]]]:
@@ -165,18 +158,11 @@ def _alike(states: Mapping[int, State]) -> list[tuple[State, list[int]]]:
 
 
 def _named(ranks: Sequence[int], processes: Mapping[int, Message]) -> str:
-    known = [processes.get(rank, {"host": "?", "pid": "?"}) for rank in ranks]
-    hosts = sorted({process["host"] for process in known})
+    hosts = sorted({processes[rank]["host"] for rank in ranks})
     if len(ranks) == 1:
-        return f"{ranks_text(ranks)} (host {hosts[0]}, pid {known[0]['pid']})"
-    more = ", …" if len(hosts) > 10 else ""
-    return (
-        f"{ranks_text(ranks)} (host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:10])}{more})"
-    )
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+        return f"{ranks_text(ranks)} (host {hosts[0]}, pid {processes[ranks[0]]['pid']})"
+    plural, more = "s" * (len(hosts) > 1), ", …" * (len(hosts) > 10)
+    return f"{ranks_text(ranks)} (host{plural} {', '.join(hosts[:10])}{more})"
 
 
 class StallReporter:
@@ -193,6 +179,7 @@ class StallReporter:
         self._rank = watch.info.rank
         self._events: SimpleQueue[Message] = SimpleQueue()
         self._patience = WaitPolicy()
+        self._warning = 0.0  # seconds
         self.late_calls: LateCalls | None = None  # of the communicator that is followed
         self._number = 0  # of the communicator: a verdict on one says nothing about the next
         self._progress: Callable[[], Callable[[], str] | None] = lambda: None
@@ -201,7 +188,6 @@ class StallReporter:
         self._num_reports = 0
         self._num_asked = 0
         self._verdicts: set[int] = set()  # communicators that have theirs
-        self._closed = False
         watch.on_event(self._hear)
         self._thread = threading.Thread(target=self._run, name="ring-stall", daemon=True)
         self._thread.start()
@@ -212,6 +198,7 @@ class StallReporter:
         """Report on waits with ``policy``, that of the ``number``-th communicator."""
         self._decided.clear()
         self._patience, self._number = policy, number
+        self._warning = (policy.stall_warning or timedelta()).total_seconds()
         self.late_calls = LateCalls(self._rank, policy, self._tell_call)
         policy.stalls = self
 
@@ -222,8 +209,7 @@ class StallReporter:
         self._progress = weakref.WeakMethod(progress)
 
     def close(self) -> None:
-        self._closed = True
-        self._events.put({"kind": "stall close"})  # wakes it
+        self._events.put({"kind": _CLOSE})
         self._thread.join(timeout=1)  # it may be writing to a stream that blocks
 
     # -- from threads that wait
@@ -241,31 +227,28 @@ class StallReporter:
         )
         if self._decided.wait(VERDICT_SECONDS) and self._patience.verdict is not None:
             return str(self._patience.verdict)
-        rank_0 = self._watch.rank_0
-        return (
-            f"{late}.\n  {_named([0], {0: rank_0})} is silent: {_silence_of(rank_0['pid'])}."
-            f"\n{advice}"
-        )
+        (silence,) = stall_lines(description, {}, {0: self._watch.rank_0})
+        return f"{late}.\n  {silence}\n{advice}"
 
     # -- from the watch's thread
 
     def _hear(self, message: Message) -> None:
         kind = message["kind"]
-        if kind in ((_LATE, _STATUS) if self._rank == 0 else (_ASK,)):
+        if kind in (_LATE, _STATUS, _ASK):
             self._events.put(message)
-        elif kind == _VERDICT and message.get("number") == self._number:
+        elif kind == _VERDICT and message["number"] == self._number:
             # here and not in the other thread: it comes before the news that a rank failed of it
-            self._patience.end(CollectiveError(str(message.get("text"))))
+            self._patience.end(CollectiveError(message["text"]))
             self._decided.set()
-        elif kind == _CALL and message.get("number") == self._number and self.late_calls:
+        elif kind == _CALL and message["number"] == self._number and self.late_calls:
             self.late_calls.hear(message["call"], message["what"])
 
     # -- in its own thread
 
     def _run(self) -> None:
-        while not self._closed:
+        while (event := self._events.get())["kind"] != _CLOSE:
             try:
-                self._handle(self._events.get())
+                self._handle(event)
             except Exception:
                 _log.warning("The stall report failed; training goes on.", exc_info=True)
 
@@ -277,21 +260,22 @@ class StallReporter:
         elif kind == _LATE and "late" in event:
             self._send_verdict(event)
         elif kind == _LATE:
-            self._report(event, alone=False)
+            self._report(event)
         elif kind == _CALL:
             self._watch.tell(event)
         elif not kind:
-            self._tell_rank_0(event, self._own_status())
-        # else: closed, or an answer that came too late
+            self._tell_rank_0(event)
+        # else: an answer that came too late
 
-    def _tell_rank_0(self, event: Message, status: RankStatus) -> None:
+    def _tell_rank_0(self, event: Message) -> None:
         """In the rank that waits, unless it has gone on meanwhile."""
+        status = self._own_status()
         # of several communicators, one inside the other, the same one on all ranks
         if status.collective:
             event |= {"collective": status.collective, "waited": status.seconds}
         timed_out = "late" in event
         # it began another one, or ends with a verdict
-        if not timed_out and not self._warning() <= status.seconds < self._patience.seconds:
+        if not timed_out and not self._warning <= status.seconds < self._patience.seconds:
             return
         event |= {"kind": _LATE, "to": 0, "number": self._number}
         if not self._watch.tell(event, RELAY_SECONDS):
@@ -299,7 +283,7 @@ class StallReporter:
                 # without a verdict: `verdict` gives the same text on every rank
                 self._decided.set()
             else:
-                self._report(event, alone=True)
+                self._report(event)
 
     def _send_verdict(self, late: Message) -> None:
         """In rank 0, once for a communicator, when a rank says that a collective is too late."""
@@ -307,30 +291,19 @@ class StallReporter:
         if number in self._verdicts:
             return
         self._verdicts.add(number)
-        lines, _, meanwhile = self._ask_all(late["collective"])
+        lines, _ = self._ask_all(late["collective"])
         text = "\n  ".join([f"{late['late']}.", *lines]) + f"\n{late['advice']}"
         self._watch.tell({"kind": _VERDICT, "number": number, "text": text})
-        for event in meanwhile:
-            self._handle(event)
 
-    def _report(self, late: Message, *, alone: bool) -> None:
+    def _report(self, late: Message) -> None:
         """In rank 0, or in a rank that waits while rank 0 is silent."""
         now, collective = time.monotonic(), late["collective"]
         # it began after the last report: another stall
         if now - late["waited"] > self._reported_at:
             self._num_reports = 0
-        elif now - self._reported_at < QUIET_SHARE * self._warning() * 2**self._num_reports:
+        elif now - self._reported_at < QUIET_SHARE * self._warning * 2**self._num_reports:
             return
-        meanwhile: list[Message] = []
-        if alone:
-            statuses = {self._rank: self._own_status()}
-            lines = stall_lines(collective, statuses, {0: self._watch.rank_0})
-            lines.append(
-                "Without rank 0 the other ranks cannot be asked: each one that waits reports "
-                "itself."
-            )
-        else:
-            lines, statuses, meanwhile = self._ask_all(collective)
+        lines, statuses = self._ask_all(collective)
         waits = [each.seconds for each in statuses.values() if each.collective == collective]
         waited = max(waits, default=0.0)
         # else it is over, and this rank, stopped for a while, hears of it late
@@ -342,15 +315,22 @@ class StallReporter:
                 f"{self._patience.seconds:g} s."
             )
             _log.warning("%s", "\n  ".join([head, *lines]))
-        for event in meanwhile:
-            self._handle(event)
 
-    def _ask_all(self, collective: str) -> tuple[list[str], dict[int, RankStatus], list[Message]]:
-        """In rank 0: the lines of a report, the ranks' answers, and other messages that came."""
+    def _ask_all(self, collective: str) -> tuple[list[str], dict[int, RankStatus]]:
+        """The lines of a report and the ranks' answers; without rank 0 of this one alone."""
+        statuses = {self._rank: self._own_status()}
+        if self._rank:
+            if not statuses[self._rank].collective:  # it has gone on meanwhile
+                return [], statuses
+            lines = stall_lines(collective, statuses, {0: self._watch.rank_0})
+            lines.append(
+                "Without rank 0 the other ranks cannot be asked: each one that waits reports "
+                "itself."
+            )
+            return lines, statuses
         self._num_asked += 1
         self._watch.tell({"kind": _ASK, "question": self._num_asked})
-        processes = self._watch.peers()
-        statuses = {0: self._own_status()}
+        processes = {0: self._watch.rank_0} | self._watch.peers()
         meanwhile: list[Message] = []
         until = time.monotonic() + ANSWER_SECONDS
         while processes.keys() - statuses.keys() and (left := until - time.monotonic()) > 0:
@@ -360,17 +340,14 @@ class StallReporter:
                 break
             if event["kind"] != _STATUS:
                 meanwhile.append(event)
-            elif event["question"] == self._num_asked:
-                given = event["status"]
-                statuses[event["rank"]] = RankStatus(**given | {"stack": tuple(given["stack"])})
+            elif event["question"] == self._num_asked and event["rank"] in processes:
+                statuses[event["rank"]] = RankStatus(**event["status"])
+        for event in meanwhile:
+            self._events.put(event)
         lines = stall_lines(collective, statuses, processes)
         if gone := [rank for rank in range(self._watch.info.world_size) if rank not in processes]:
             lines.append(f"{ranks_text(gone)} left the job.")
-        return lines, statuses, meanwhile
+        return lines, statuses
 
     def _own_status(self) -> RankStatus:
         return own_status(self._patience, self._progress() or str)
-
-    def _warning(self) -> float:
-        warning = self._patience.stall_warning
-        return warning.total_seconds() if warning is not None else 0.0

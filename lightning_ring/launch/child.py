@@ -31,8 +31,8 @@ class Child:
     """A process to start. ``name`` is for messages: ``"rank 1"``, ``"mpirun"``.
 
     Attributes:
-        program: The process that runs the program, where ``command`` is a wrapper around it
-            (`identify`).
+        program: The process that runs the program; another one than was started where
+            ``command`` is a wrapper around it (`identify`).
     """
 
     name: str
@@ -40,12 +40,12 @@ class Child:
     environ: Mapping[str, str]
     dies_with_parent: int = signal.SIGKILL  # the signal that it gets if this process is killed
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    program: int | None = field(default=None, init=False)
+    program: int = field(default=0, init=False)
     _session_is_over: bool = field(default=False, init=False)
     # processor time, and when that was new
     _used: tuple[float, float] = field(default=(-1.0, 0.0), init=False)
 
-    def start(self, cwd: str | None, **variables: str) -> None:
+    def start(self, cwd: str | None = None, **variables: str) -> None:
         # A terminal's input cannot be read from another session; a file or a pipe goes to rank 0 as
         # always
         no_input = sys.stdin is None or sys.stdin.closed or os.isatty(0)
@@ -54,13 +54,14 @@ class Child:
             # symbol is loaded
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = subprocess.Popen(
-                list(self.command),
+                self.command,
                 env={**self.environ, **variables},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL if no_input else None,
                 start_new_session=True,
                 preexec_fn=_bind_to_parent(self.dies_with_parent),
             )
+        self.program = self.process.pid
 
     @property
     def pid(self) -> int:
@@ -84,24 +85,24 @@ class Child:
         wrapper runs it.
         """
         # else a number of another container
-        if self.process is not None and session_of(pid) == self.process.pid:
+        if session_of(pid) == self.pid:
             self.program = pid
 
     def is_dead(self) -> bool:
         """Whether the program runs no more (`processes.is_dead`); a wrapper around it may."""
-        return self.process is not None and is_dead(self.program or self.process.pid)
+        return self.program > 0 and is_dead(self.program)
 
     def failure(self) -> int | None:
         """The program's exit code as soon as it is dead; `None` as long as it is not known, or
         0.
         """
-        return failure_of(self.program or self.pid)
+        return failure_of(self.program)
 
     def idle(self, now: float) -> float:
         """Seconds in which the program used no processor time. Known as exactly as this is
         called often.
         """
-        used = processor_seconds(self.program or self.pid) if self.process is not None else 0.0
+        used = processor_seconds(self.program)
         if used != self._used[0]:
             self._used = (used, now)
         return now - self._used[1]
@@ -109,9 +110,9 @@ class Child:
     def send_signal(self, signum: int) -> None:
         """To the program, not to a wrapper around it, as long as the program runs."""
         if self.is_running:
-            program = self.program if self.program is not None else self.pid
+            pid = self.program if session_of(self.program) == self.pid else self.pid
             with contextlib.suppress(ProcessLookupError):
-                os.kill(program if session_of(program) == self.pid else self.pid, signum)
+                os.kill(pid, signum)
 
     def session(self) -> list[int]:
         """Processes that still live in this child's session. Once there are none its number may
@@ -124,9 +125,8 @@ class Child:
         return found
 
     def kill_session(self) -> None:
-        pids = self.session()
         # the rank first, then what it has started
-        for pid in sorted(pids, key=lambda pid: pid != self.program):
+        for pid in sorted(self.session(), key=lambda pid: pid != self.program):
             remove_segments(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -95,7 +95,7 @@ class ElasticJob:
     _steward: Steward = field(init=False)
     _guard: OrphanGuard = field(init=False)
 
-    def run(self, cwd: str | None = None) -> int:
+    def run(self) -> int:
         """Run the job; its exit code is that of `Supervisor.run`, which leaves out the ranks
         that the job outlived.
         """
@@ -154,7 +154,7 @@ class ElasticJob:
             wait=self._look_after,
         )
         try:
-            code = self._supervisor.run(cwd)
+            code = self._supervisor.run()
         finally:
             for process in self._processes:
                 if (
@@ -259,9 +259,10 @@ class ElasticJob:
         if view is not None and view.generation > self._shown:
             self._shown = view.generation
             new = f", {len(view.newcomers)} of them new" if view.newcomers else ""
+            names = [self._processes[number].name for number in view.members]
             say(
-                f"generation {view.generation}: {counted_ranks(len(view.members))}{new}, after "
-                f"{view.step or 0} steps"
+                f"generation {view.generation}: {counted_ranks(len(names))}{new}, after "
+                f"{view.step or 0} steps: {', '.join(names[:8])}{', …' * (len(names) > 8)}"
             )
 
     def _end_if_below_min_ranks(self, now: float) -> None:

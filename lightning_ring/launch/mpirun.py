@@ -56,22 +56,19 @@ def find_mpirun() -> Mpirun | None:
     PATH.
     """
     path = locate_mpirun()
-    return identify(path) if path is not None else None
+    if path is None:
+        return None
+    try:
+        answer = subprocess.run(version_command(path), capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return recognise(path, answer.stdout)
 
 
 def locate_mpirun() -> str | None:
     """Path of the mpirun that `find_mpirun` identifies."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
-
-
-def identify(path: str) -> Mpirun | None:
-    command = version_command(path)
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return recognise(path, answer.stdout)
 
 
 def version_command(path: str) -> list[str]:
@@ -119,22 +116,24 @@ def mpirun_line(
     """The line that starts ``ranks`` times ``command`` on ``hosts`` (none: this host, or the
     batch system's hosts).
     """
+    written = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if mpirun.family != "openmpi":
-        where = ["-hosts", _written(hosts)] if hosts else []
-        return [_program(mpirun), "-n", str(ranks), *where, *command]
-    line = [mpirun.path]
+        # Intel's mpirun is a script, which a signal ends alone, without the job that it runs
+        hydra = Path(mpirun.path).with_name("mpiexec.hydra")
+        is_script = mpirun.family == "intelmpi" and os.access(hydra, os.X_OK)
+        where = ["-hosts", written] if hosts else []
+        return [str(hydra) if is_script else mpirun.path, "-n", str(ranks), *where, *command]
+    line = [mpirun.path, "-n", str(ranks)]
+    if not hosts and not in_allocation(environ):
+        # Open MPI allows as many ranks as cores unless told
+        written = f"localhost:{ranks}"
+    if written:
+        line += ["--host", written]
+    # Otherwise Open MPI binds each rank, with all its threads, to one core. One TCP connection a
+    # pair leaves half of a 1 Gbit/s link unused
+    line += ["--bind-to", "none", "--mca", "btl_tcp_links", "2"]
     if os.geteuid() == 0:
         line.append("--allow-run-as-root")
-    line += ["-n", str(ranks)]
-    if hosts:
-        line += ["--host", _written(hosts)]
-    elif not in_allocation(environ):
-        # Open MPI allows as many ranks as cores unless told
-        line += ["--host", f"localhost:{ranks}"]
-    # Otherwise Open MPI binds each rank, with all its threads, to one core
-    line += ["--bind-to", "none"]
-    # One TCP connection a pair leaves half of a 1 Gbit/s link unused
-    line += ["--mca", "btl_tcp_links", "2"]
     if ranks_per_host(ranks, hosts, environ) > available_cores():
         line += ["--mca", "mpi_yield_when_idle", "1"]
     if mpirun.major >= 5:
@@ -149,14 +148,6 @@ def mpirun_line(
 def exported_names(environ: Mapping[str, str]) -> list[str]:
     """The variables that ranks on other hosts get."""
     return [name for name in sorted(environ) if name in _NAMES or name.startswith(_PREFIXES)]
-
-
-def _program(mpirun: Mpirun) -> str:
-    """The program to start: Intel's mpirun is a script, which a signal ends alone, without the
-    job that it runs.
-    """
-    hydra = Path(mpirun.path).with_name("mpiexec.hydra")
-    return str(hydra) if mpirun.family == "intelmpi" and os.access(hydra, os.X_OK) else mpirun.path
 
 
 def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]) -> int:
@@ -177,7 +168,3 @@ def rank_environment(
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     own = {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
     return defaults | dict(environ) | own
-
-
-def _written(hosts: Sequence[Host]) -> str:
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -48,7 +48,7 @@ def srun_line(host: Host, command: str) -> list[str]:
 
 @dataclass(eq=False)
 class RemoteChild:
-    """A process that an agent starts (`supervisor.Supervised`)."""
+    """A process that an agent starts for the `Supervisor`."""
 
     name: str
     number: int
@@ -64,7 +64,7 @@ class RemoteChild:
     idle_since: float = 0.0
     _started: bool = False
 
-    def start(self, cwd: str | None, **variables: str) -> None:
+    def start(self, **variables: str) -> None:
         self._started = True
         self.host.start(self)
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
@@ -23,6 +24,8 @@ def own_command() -> Iterator[list[str]]:
     file that lives as long as the context: a rank that composed it again would choose an output
     folder of its own, and one that was started with ``-m a=1,2`` would run the whole sweep.
     """
+    sys.stdout.flush()  # before the ranks write to the same place
+    sys.stderr.flush()
     # the options that multiprocessing gives its own children: -W, -X, -O, -E, ...
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     python, script = [sys.executable, *options], _script()
@@ -57,34 +60,24 @@ def _script() -> list[str]:
 def _hydra_config() -> Any:
     """The resolved configuration of the Hydra job that runs now, its ``hydra`` node included, or
     ``None``.
+
+    Only Hydra's own frame still has what it handed to this process's main function. The saved
+    ``.hydra/config.yaml`` is not the same: it may be switched off, and it loses enums and
+    dataclasses.
     """
-    if "hydra.core.hydra_config" not in sys.modules:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        where = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if where == ("hydra.core.utils", "run_job"):
+            break
+        frame = frame.f_back
+    else:
         return None
     from hydra.core.hydra_config import HydraConfig
-
-    task = _task_config()
-    if not HydraConfig.initialized() or task is None:
-        return None
     from omegaconf import OmegaConf, open_dict, read_write
 
-    config = copy.deepcopy(task)
+    config = copy.deepcopy(frame.f_locals["task_cfg"])
     OmegaConf.resolve(config)  # here, while ${hydra:...} and ${now:...} mean this job's
     with read_write(config), open_dict(config):
         config.hydra = HydraConfig.get()
     return config
-
-
-def _task_config() -> Any:
-    """The configuration that Hydra handed to this process's main function; only Hydra's own frame
-    still has it.
-
-    The saved ``.hydra/config.yaml`` is not the same: it may be switched off, and it loses enums and
-    dataclasses.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        where = frame.f_globals.get("__name__"), frame.f_code.co_name
-        if where == ("hydra.core.utils", "run_job"):
-            return frame.f_locals.get("task_cfg")
-        frame = frame.f_back  # type: ignore[assignment]
-    return None

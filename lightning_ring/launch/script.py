@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,8 +31,6 @@ def script_job(ranks: int, *, use_mpi: bool) -> Iterator[Supervisor]:
     without one, and where a Slurm job has fewer tasks than ranks, which mpirun refuses, the ranks
     are plain processes.
     """
-    sys.stdout.flush()  # before the ranks write to the same place
-    sys.stderr.flush()
     mpirun = find_mpirun() if use_mpi and slots_of_allocation(os.environ) >= ranks else None
     with own_command() as command:
         if mpirun is not None:
@@ -47,7 +44,5 @@ def elastic_script_job(limits: ElasticLimits) -> Iterator[ElasticJob]:
     """A job that runs this script on this host and outlives its ranks, not yet started. This
     process is its steward.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
     with own_command() as command:
         yield ElasticJob(command, limits)

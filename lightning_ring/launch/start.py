@@ -7,10 +7,10 @@ from __future__ import annotations
 import secrets
 import shlex
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 
 from lightning_ring.elastic.membership import counted_ranks
+from lightning_ring.job.exit import say
 from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import LOOPBACK, reserve_port
 from lightning_ring.launch.child import Child
@@ -37,7 +37,7 @@ def mpirun_job(
     dies_with_parent = signal.SIGTERM if passes_usr2 else signal.SIGKILL
     rank_environ = rank_environment(ranks, hosts, environ, stop_signal)
     line = mpirun_line(mpirun, ranks, command, hosts, rank_environ)
-    print(f"lightning_ring: {shlex.join(line)}", file=sys.stderr, flush=True)
+    say(shlex.join(line))
     child = Child("mpirun", line, rank_environ, dies_with_parent=dies_with_parent)
     return Supervisor([child], grace=stop_grace(environ), stop_signal=stop_signal)
 
@@ -56,5 +56,5 @@ def plain_job(ranks: int, command: Sequence[str], environ: Mapping[str, str]) ->
     children = [
         Child(f"rank {rank}", command, common | {"RING_RANK": str(rank)}) for rank in range(ranks)
     ]
-    print(f"lightning_ring: {ranks_of(ranks, command)}", file=sys.stderr, flush=True)
+    say(ranks_of(ranks, command))
     return Supervisor(children, grace=stop_grace(environ), holds=reserved)

@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
-from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_ring.job.exit import CAUSE_BYTES, say
 from lightning_ring.launch.child import Child
+
+if TYPE_CHECKING:
+    from lightning_ring.launch.remote import RemoteChild
+
+    Supervised: TypeAlias = Child | RemoteChild
 
 STOP_SIGNAL = signal.SIGUSR2  # mpirun passes it on to the ranks
 PEERS_SECONDS = 15.0  # in which the other ranks end by themselves after one died
@@ -31,32 +35,6 @@ def stop_grace(environ: Mapping[str, str]) -> float:
         return max(0.0, float(environ.get("RING_STOP_GRACE", "30")))
     except ValueError:
         return 30.0
-
-
-def _look_again_soon() -> None:
-    time.sleep(0.05)
-
-
-class Supervised(Protocol):
-    """A process that a `Supervisor` runs, as `Child` is one."""
-
-    name: str
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def is_running(self) -> bool: ...
-
-    def start(self, cwd: str | None, **variables: str) -> None: ...
-
-    def poll(self) -> int | None: ...
-
-    def send_signal(self, signum: int) -> None: ...
-
-    def session(self) -> Sequence[int]: ...
-
-    def kill_session(self) -> None: ...
 
 
 class Supervisor:
@@ -75,7 +53,7 @@ class Supervisor:
         grace: float,
         stop_signal: int = STOP_SIGNAL,
         excuses: Callable[[Any, int], bool] = lambda child, code: False,
-        wait: Callable[[], None] = _look_again_soon,
+        wait: Callable[[], None] = lambda: time.sleep(0.05),
         holds: object = None,
     ) -> None:
         self._children = list(children)
@@ -84,29 +62,26 @@ class Supervisor:
         self._excuses = excuses
         self._wait = wait
         self._holds = holds
-        self._cwd: str | None = None
         self.cause = ""  # of the failure, as a child wrote it
-        self._cause_name = ""
+        self._cause_name = f"lightning_ring_{token_hex(16)}"
         self._signals: list[int] = []
         self._handled = 0
         self._exit_code: int | None = None
         self._plan: list[tuple[float, Callable[[], None]]] = []  # time and action, earliest first
 
-    def run(self, cwd: str | None = None) -> int:
+    def run(self) -> int:
         """Start the children, wait for all, and return the job's exit code.
 
         That is 0, the code of the first child that failed (128 + n if signal n ended it), or 128 +
         n if signal n told this process to stop.
         """
-        self._cwd = cwd
         with self._catching_signals(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as causes:
             if sys.platform.startswith("linux"):  # where sockets have names that are no files
-                self._cause_name = f"lightning_ring_{token_hex(16)}"
                 causes.bind(f"\0{self._cause_name}")
             causes.setblocking(False)
             try:
                 for child in self._children:
-                    self._start(child)
+                    child.start(RING_CAUSE=self._cause_name)
                 while self._running():
                     self._step()
                     self._wait()
@@ -126,7 +101,7 @@ class Supervisor:
     def start(self, child: Supervised) -> None:
         """Start one more child of the job that runs."""
         self._children.append(child)
-        self._start(child)
+        child.start(RING_CAUSE=self._cause_name)
 
     @property
     def ending(self) -> bool:
@@ -144,31 +119,26 @@ class Supervisor:
             self._exit_code = code
             self._end_in(seconds)
 
-    def _start(self, child: Supervised) -> None:
-        child.start(self._cwd, RING_CAUSE=self._cause_name)
-
     def _running(self) -> list[Supervised]:
         return [child for child in self._children if child.is_running]
 
     def _step(self) -> None:
-        if self._exit_code is None and (failed := self._failed()) is not None:
-            child, code = failed
-            self._exit_code = exit_code(code)
-            self._on_failure(child, code)
+        if self._exit_code is None:
+            self._look_for_failure()
         while self._handled < len(self._signals):
             self._on_signal(self._signals[self._handled], times=self._handled)
             self._handled += 1
         while self._plan and self._plan[0][0] <= time.monotonic():
             self._plan.pop(0)[1]()
 
-    def _failed(self) -> tuple[Supervised, int] | None:
-        """A child that failed, and its code (-n for signal n). Of several, one that a signal ended:
-        that one did not end because of another."""
+    def _look_for_failure(self) -> None:
         codes = [(child, child.poll() or 0) for child in self._children]
-        failed = [pair for pair in codes if pair[1] != 0 and not self._excuses(*pair)]
-        return min(failed, key=lambda pair: pair[1] > 0, default=None)
-
-    def _on_failure(self, child: Supervised, code: int) -> None:
+        failed = [pair for pair in codes if pair[1] and not self._excuses(*pair)]
+        if not failed:
+            return
+        # of several, one that a signal ended: that one did not end because of another
+        child, code = min(failed, key=lambda pair: pair[1] > 0)
+        self._exit_code = exit_code(code)
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by signal {-code} ({signal_name(-code)})"
@@ -216,7 +186,7 @@ class Supervisor:
         while self._running() and time.monotonic() < deadline:
             time.sleep(0.01)
         for child in self._children:
-            if isinstance(child, Child) and child.name == "mpirun" and child.process is not None:
+            if child.name == "mpirun" and child.is_started:
                 shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{child.pid}", ignore_errors=True)
 
     def _kill_sessions(self) -> None:
@@ -231,15 +201,12 @@ class Supervisor:
         previous = {signum: signal.getsignal(signum) for signum in _STOPPING}
         for signum in _STOPPING:
             if previous[signum] is not signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, self._note)
+                signal.signal(signum, lambda number, frame: self._signals.append(number))
         try:
             yield
         finally:
             for signum, handler in previous.items():
-                signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._signals.append(signum)
+                signal.signal(signum, handler or signal.SIG_DFL)
 
 
 def exit_code(code: int) -> int:

@@ -18,6 +18,7 @@ from lightning_ring.comm.backends.shared_memory.communicator import SharedMemory
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.job import job as job_module
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, current_job, open_job
 from lightning_ring.job.members import JobMember, info_of
@@ -77,7 +78,9 @@ def check_jobs_one_after_the_other_over_two_nodes():
     dist.destroy_process_group()  # of the checks: a job opens its own
     for nodes, backend in ((BLOCKS, "auto"), (ROUND_ROBIN, "mpi")):
         held = dist.PrefixStore(f"job {next(_number)}", store())
-        job = open_job(info_on(nodes), CPU, TIMEOUT, store=held)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(job_module, "open_store", lambda *meeting, held=held: held)
+            job = open_job(info_on(nodes), CPU, TIMEOUT)
         comm = open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT)
         assert isinstance(comm, HierarchicalCommunicator)
         assert comm.rank == job.info.rank

@@ -18,8 +18,10 @@ from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError
+from lightning_ring.job import members
 from lightning_ring.job.communicators import is_hierarchical
-from lightning_ring.job.members import has_rdma
+from lightning_ring.job.members import own_member
+from lightning_ring.job.ranks import SINGLE
 from tests.battery import check_names
 from tests.checks.reductions import allowed, plain, tolerance, values
 from tests.refusals import refused
@@ -248,12 +250,13 @@ def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():
     never.set()
 
 
-def test_the_fabric_is_what_the_system_lists(tmp_path):
-    assert not has_rdma(tmp_path / "infiniband")
-    (tmp_path / "infiniband").mkdir()
-    assert not has_rdma(tmp_path / "infiniband")
-    (tmp_path / "infiniband" / "mlx5_0").mkdir()
-    assert has_rdma(tmp_path / "infiniband")
+def test_the_fabric_is_what_the_system_lists(tmp_path, monkeypatch):
+    monkeypatch.setattr(members, "_RDMA_DEVICES", tmp_path / "infiniband")
+    found = []
+    for folder in ("", "infiniband", "infiniband/mlx5_0"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        found.append(own_member(SINGLE, 0, torch.device("cpu")).rdma)
+    assert found == [False, False, True]
 
 
 def test_gpus_are_left_to_nccl():

@@ -49,7 +49,7 @@ def test_only_the_agent_that_was_started_last_is_let_in():
     with remote(lambda host, command: ["sleep", "600"]) as hosts:
         with pytest.raises(PermissionError, match="no agent of host b is expected"):
             enter(hosts)
-        RemoteChild("process 0", 0, {"RING_SECRET": "?"}, hosts.hosts["b"]).start(None)
+        RemoteChild("process 0", 0, {"RING_SECRET": "?"}, hosts.hosts["b"]).start()
         for said in ({"start": 0}, {"host": "c"}):
             with pytest.raises(PermissionError, match=r"no agent of host . is expected"):
                 enter(hosts, **said)
@@ -94,7 +94,7 @@ def test_an_order_that_nobody_reads_holds_nothing_up(monkeypatch):
     began = time.monotonic()
     with remote(lambda host, command: ["sleep", "600"], RING_LONG="x" * 1_000_000) as hosts:
         child = RemoteChild("process 0", 0, {}, hosts.hosts["b"])
-        child.start(None)
+        child.start()
         hosts.look(time.monotonic())
         assert child.is_running
     assert time.monotonic() - began < 100  # no agent was there to be waited for
@@ -103,7 +103,7 @@ def test_an_order_that_nobody_reads_holds_nothing_up(monkeypatch):
 def test_a_program_that_cannot_be_run_is_named(capsys):
     with remote(lambda host, command: ["/absent/ssh", "b"]) as hosts:
         child = RemoteChild("process 0", 0, {}, hosts.hosts["b"])
-        child.start(None)
+        child.start()
         assert (child.code, child.is_lost, child.is_running) == (127, True, False)
     said = capsys.readouterr().err
     assert (

@@ -55,6 +55,8 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path):
     )
     done = run([sys.executable, script])
     assert done.returncode == 0, done.stdout
+    names = r"process 0 \(pid \d+\), process 1 \(pid \d+\)\n"
+    assert re.search(f"generation 0: 2 ranks, after 0 steps: {names}", done.stdout)
     assert "2 ranks, 1 of them new" in done.stdout
     assert len(json.loads((tmp_path / "2.json").read_text())) == 200
 
@@ -84,7 +86,7 @@ def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path):
     )
     done = start("ElasticLimits(3, silence=SilenceLimits(answer=2.0, start=4.0))", script)
     assert done.returncode == 0, done.stdout
-    told = [line for line in done.stdout.splitlines() if "process 1 (" in line]
+    told = [line for line in done.stdout.splitlines() if "process 1 (" in line and "killed" in line]
     assert len(told) == 1, done.stdout
     assert re.search(
         r"killed by signal 9 \(SIGKILL\) \(it has neither answered nor used processor time for",

@@ -92,7 +92,7 @@ def test_the_cause_of_the_end_is_the_failure_and_not_an_earlier_death(tmp_path):
     script = counting(tmp_path, f"if number == '0': when_counting({KILL})\n{fails}")
     done = start("ElasticLimits(3)", script)
     assert done.returncode == 3, done.stdout
-    assert "process 0 (pid" in done.stdout
+    assert re.search(r"process 0 \(pid \d+\) was killed", done.stdout)
     assert "ended with exit code 3; the job ends" in done.stdout
     assert "killed by signal 9 (SIGKILL); the job ends" not in done.stdout
 

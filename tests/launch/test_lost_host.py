@@ -37,7 +37,7 @@ class Cluster:
     def __init__(self, hosts):
         self.hosts = hosts
         self.child = RemoteChild("process 0", 0, {}, hosts.hosts["b"])
-        self.child.start(None)
+        self.child.start()
         self.agent = enter(hosts)
         self.now = hosts._last_look
 

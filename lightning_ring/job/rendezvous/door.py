@@ -89,12 +89,13 @@ class Door:
         self, listener: socket.socket, secret: str, name: str, server: Server, expected: int = 0
     ) -> None:
         self.guests: dict[Any, _Visitor] = {}
+        self.port: int = listener.getsockname()[1]
         self._listener = listener
         self._key = _key(secret, name)
         self._server = server
         self._strangers: dict[_Visitor, None] = {}  # the oldest first
         self.expected = expected
-        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._reserve = socket.socket()  # an open file
         self._closing = False
         self._thread: threading.Thread | None = None
         listener.setblocking(False)
@@ -102,18 +103,13 @@ class Door:
         self._selector.register(listener, selectors.EVENT_READ, None)
         in_forked_children(self._close_sockets)
 
-    @property
-    def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
-        return port
-
     def serve(self, timeout: float) -> None:
         """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
         for key, events in self._selector.select(timeout):
             visitor: _Visitor | None = key.data
             if visitor is None:
                 self._accept()
-            elif visitor.connection.is_closed:
+            elif visitor.connection.socket.fileno() == -1:  # closed in this pass
                 continue
             elif events & selectors.EVENT_READ:
                 self._read(visitor)
@@ -164,7 +160,6 @@ class Door:
                 if error.errno in _FULL:
                     self._turn_away()
                 return
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = MessageConnection(accepted)
             connection.longest_line = HELLO_BYTES
             visitor = _Visitor(connection, token_hex(16), time.monotonic() + HELLO_SECONDS)
@@ -179,29 +174,24 @@ class Door:
         """This process can open no more files: let strangers go, and the next one come later."""
         for stranger in list(self._strangers):
             self._close(stranger)
-        if self._reserve is not None:
-            os.close(self._reserve)
+        self._reserve.close()
         with contextlib.suppress(OSError):
             accepted, _ = self._listener.accept()
             with accepted:
                 accepted.send(b'{"kind": "full"}\n')
-        self._reserve = None
         with contextlib.suppress(OSError):
-            self._reserve = os.open(os.devnull, os.O_RDONLY)
+            self._reserve = socket.socket()
         # The listener stays ready while another thread holds the last file.
         time.sleep(0.01)
 
     def _read(self, visitor: _Visitor) -> None:
         messages, over = visitor.connection.receive()
-        if visitor.guest is None:
-            if len(messages) == 1 and self._welcome(visitor, messages[0]):
-                self._server.take(visitor.guest, messages[0])
-            elif messages or over is not None:
-                self._close(visitor)
-                return
-        else:
-            for message in messages:
-                self._server.take(visitor.guest, message)
+        has_spoken = visitor.guest is None and (messages or over is not None)
+        if has_spoken and (len(messages) != 1 or not self._welcome(visitor, messages[0])):
+            self._close(visitor)
+            return
+        for message in messages:
+            self._server.take(visitor.guest, message)
         if over is not None:
             self._close(visitor)
             self._server.hung_up(visitor.guest, over)
@@ -244,9 +234,7 @@ class Door:
     def _close_all(self) -> None:
         self._close_sockets()
         self._selector.close()
-        if self._reserve is not None:
-            os.close(self._reserve)
-            self._reserve = None
+        self._reserve.close()
 
     def _close_sockets(self) -> None:
         """A forked child (a data-loader worker) must not hold the connections open when its
@@ -297,14 +285,13 @@ def knock(
                     raise
             except PermissionError:
                 raise
-            except NotOurDoor as error:
-                left.remove(address)
-                failures[address] = str(error)
             except OSError as error:
                 failures[address] = str(error)
-        if left and (once or time.monotonic() > until):
+                if isinstance(error, NotOurDoor):
+                    left.remove(address)
+        if once or time.monotonic() > until:
             break
-        time.sleep(0.1 if left else 0.0)
+        time.sleep(0.1)
     told = "; ".join(f"{address}: {why}" for address, why in failures.items())
     raise OSError(told) if left else NotOurDoor(told)
 
@@ -320,7 +307,6 @@ def _enter(connection: MessageConnection, key: bytes, hello: Message, seconds: f
         raise NotOurDoor(f"another program answered ({over or 'something else'})")
     nonce = token_hex(16)
     own = {"kind": "hello", "nonce": nonce, **hello}
-    connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.send(_proved(key, str(challenge.get("nonce")), own))
     welcome, over = connection.next(seconds)
     if welcome is None and over != "nothing":

@@ -34,16 +34,6 @@ def reserve_port(address: str = LOOPBACK) -> socket.socket:
     return reserved
 
 
-def listening_address(num_nodes: int, address: str = LOOPBACK) -> str:
-    """Where rank 0 listens for ranks that come to ``address``; empty for all interfaces.
-
-    Several nodes may reach rank 0's host through any interface. Ranks of one node need no interface
-    but loopback, where nobody else comes, unless the user named an ``address`` that all ranks know
-    beforehand (MASTER_ADDR).
-    """
-    return address if num_nodes == 1 else ""
-
-
 def listen(address: str, port: int = 0) -> socket.socket:
     """A listening socket on ``address``, an address or a name; empty for all interfaces, of IPv4
     and IPv6.
@@ -82,11 +72,8 @@ class Greeter:
     def __init__(self, listener: socket.socket, secret: str, count: int, word: str) -> None:
         self._missing = set(range(1, count + 1))
         self._word = word
-        self._door = Door(listener, secret, _DOOR, self, count)
-        self._door.serve_in_thread("ring-greeter", lambda: not self._missing)
-
-    def close(self) -> None:
-        self._door.close()
+        self.door = Door(listener, secret, _DOOR, self, count)
+        self.door.serve_in_thread("ring-greeter", lambda: not self._missing)
 
     # -- called by the door
 
@@ -117,7 +104,12 @@ def greet(
     """
     try:
         connection, welcome = knock(
-            *([address], port, secret, _DOOR, {"rank": rank}, timeout),
+            [address],
+            port,
+            secret,
+            _DOOR,
+            {"rank": rank},
+            timeout,
             once=once,
             answer_seconds=min(timeout, _ANSWER_SECONDS),
         )

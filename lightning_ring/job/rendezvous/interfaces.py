@@ -46,7 +46,7 @@ def ipv6_addresses() -> list[tuple[str, str]]:
 class _Preferred:
     """The interface that leads to rank 0, known after the rendezvous."""
 
-    name: str | None = None
+    name = ""
     offered = False  # the variable is ours
 
 
@@ -58,7 +58,7 @@ def prefer_interface(address: str) -> None:
     to none.
     """
     _Preferred.name = next(
-        (name for name, known in ipv4_addresses() + ipv6_addresses() if known == address), None
+        (name for name, known in ipv4_addresses() + ipv6_addresses() if known == address), ""
     )
     offer_interface()
 
@@ -67,7 +67,7 @@ def offer_interface() -> None:
     """Set GLOO_SOCKET_IFNAME, which every new process group over Gloo reads, until
     `withdraw_interface`.
     """
-    if _Preferred.name is not None and GLOO_VARIABLE not in os.environ:
+    if _Preferred.name and GLOO_VARIABLE not in os.environ:
         os.environ[GLOO_VARIABLE] = _Preferred.name
         _Preferred.offered = True
 
@@ -88,11 +88,9 @@ def reachable_candidates(environ: Mapping[str, str]) -> list[str]:
     wanted = environ.get(GLOO_VARIABLE) or environ.get("NCCL_SOCKET_IFNAME", "")
     named = tuple(name for name in wanted.split(",") if name and name[0] not in "^=")
     addresses = ipv4_addresses()
-    own_name: list[str] = []
-    with contextlib.suppress(OSError):
-        own_name = socket.gethostbyname_ex(socket.gethostname())[2]
     ordered = [address for name, address in addresses if name.startswith(named)]
-    ordered += own_name
+    with contextlib.suppress(OSError):
+        ordered += socket.gethostbyname_ex(socket.gethostname())[2]
     ordered += [address for name, address in addresses if not name.startswith(_VIRTUAL)]
     ordered += [address for _, address in addresses]
     return [address for address in dict.fromkeys(ordered) if not address.startswith("127.")]

@@ -13,21 +13,16 @@ from secrets import token_hex
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.launchers import first_host
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.door import SECRET
-from lightning_ring.job.rendezvous.greeting import (
-    LOOPBACK,
-    Greeter,
-    greet,
-    listen,
-    listening_address,
-)
+from lightning_ring.job.rendezvous.greeting import LOOPBACK, Greeter, greet, listen
 from lightning_ring.job.rendezvous.interfaces import prefer_interface, reachable_candidates
+from lightning_ring.job.watch.relay import host_of
 
 _PROBE_SECONDS = 5.0  # for one of rank 0's addresses; most are reached, or refused, in milliseconds
 
@@ -41,20 +36,27 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
     initialised already, by the script or by another strategy, its store is used. Sets
     GLOO_SOCKET_IFNAME (`interfaces.offer_interface`).
     """
-    if info.world_size == 1:
-        return HashStore()
     if (opened := _store_of_open_group(info)) is not None:
         return opened
     if info.source == "mpi":
         return _open_over_mpi(info, timeout)
+    address, port, name = _known_address(info)
     if info.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
         _prefer_interface_towards(address, info)
         return _connect(address, port, info.rank, timeout)
-    address, port, name = _known_address(info)
     # without a secret this is what anybody may know, and tells the job from others
     secret = f"{os.environ.get(SECRET, '')} {name}"
-    return _open_at(address, port, secret, info, timeout)
+    if info.rank == 0:
+        # serve the store beside the greeter, on a port of the system's choice. Several nodes may
+        # reach this host through any interface, the ranks of one node at the address that all know
+        where = address if info.num_nodes == 1 else ""
+        store = _serve(where, timeout)
+        Greeter(listen(where, port), secret, info.world_size - 1, str(store.port))
+        _prefer_interface_towards(address, info)
+        return store
+    store_port, own_address = greet(address, port, secret, info.rank, timeout.total_seconds())
+    prefer_interface(own_address)
+    return _connect(address, int(store_port), info.rank, timeout)
 
 
 def agree_on_secret(info: RankInfo, store: Store) -> str:
@@ -85,11 +87,10 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
             "strategy."
         )
     store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if info.num_nodes > 1 and not isinstance(store, TCPStore):
+    host = host_of(store)
+    if info.num_nodes > 1 and not host:
         return None  # a file, say: it does not tell where rank 0 is
-    _prefer_interface_towards(getattr(store, "host", LOOPBACK), info)
+    _prefer_interface_towards(host, info)
     return PrefixStore("lightning_ring", store)
 
 
@@ -111,12 +112,12 @@ def _known_address(info: RankInfo) -> tuple[str, int, str]:
         port = 15000 + (job * 31 + step) % 16000
         port = int(_variable("MASTER_PORT")) if "MASTER_PORT" in os.environ else port
         return os.environ.get("MASTER_ADDR", host), port, f"{job}.{step}"
-    if info.source == "spawn":  # on this host: MASTER_ADDR in the environment is of another job
-        return LOOPBACK, int(_variable("MASTER_PORT")), info.source
+    # of spawn on this host: MASTER_ADDR in the environment is of another job
+    address = LOOPBACK if info.source == "spawn" else _variable("MASTER_ADDR")
     job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", ""
     )
-    return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), job_name or info.source
+    return address, int(_variable("MASTER_PORT")), job_name or info.source
 
 
 def _variable(name: str) -> str:
@@ -131,32 +132,20 @@ def _variable(name: str) -> str:
     return value
 
 
-def _open_at(address: str, port: int, secret: str, info: RankInfo, timeout: timedelta) -> Store:
-    """Rank 0 greets at ``address``:``port`` and serves the store beside it, on a port of the
-    system's choice.
-    """
-    if info.rank == 0:
-        where = listening_address(info.num_nodes, address)
-        store = _serve(where, timeout)
-        Greeter(listen(where, port), secret, info.world_size - 1, str(store.port))
-        _prefer_interface_towards(address, info)
-        return store
-    store_port, own_address = greet(address, port, secret, info.rank, timeout.total_seconds())
-    prefer_interface(own_address)
-    return _connect(address, int(store_port), info.rank, timeout)
-
-
 def _serve(address: str, timeout: timedelta) -> TCPStore:
     listener = listen(address)
-    port = listener.getsockname()[1]
-    own_address = address or LOOPBACK
-    settings: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
-    settings["master_listen_fd"] = listener.detach()
+    place = address or LOOPBACK, listener.getsockname()[1]
+    settings: dict[str, Any] = {
+        "is_master": True,
+        "timeout": timeout,
+        "wait_for_workers": False,
+        "master_listen_fd": listener.detach(),
+    }
     try:
-        return TCPStore(own_address, port, **settings)
+        return TCPStore(*place, **settings)
     # torch 2.6: its newer server cannot take a socket that listens already
     except NotImplementedError:
-        return TCPStore(own_address, port, use_libuv=False, **settings)
+        return TCPStore(*place, use_libuv=False, **settings)
 
 
 def _connect(address: str, port: int, rank: int, timeout: timedelta) -> TCPStore:
@@ -186,30 +175,27 @@ def _open_over_mpi(info: RankInfo, timeout: timedelta) -> Store:
 
 def _agree_on_address(world: Any, info: RankInfo) -> str:
     """The first of rank 0's addresses that every rank reaches. Collective over MPI."""
+    greeter = offer = None
     if info.rank == 0:
-        listener = listen("")
-        candidates = reachable_candidates(os.environ)
         secret = token_hex(16)
-        world.bcast((candidates, listener.getsockname()[1], secret))
-        # one more than calls: it answers until it is closed
-        greeter = Greeter(listener, secret, info.world_size, "here")
-        reached = {address: address for address in candidates}
-    else:
-        candidates, port, secret = world.bcast(None)
+        # for one more than calls: it answers until it is closed
+        greeter = Greeter(listen(""), secret, info.world_size, "here")
+        offer = reachable_candidates(os.environ), greeter.door.port, secret
+    candidates, port, secret = world.bcast(offer)
 
-        def ask(address: str) -> str | None:
-            try:
-                return greet(address, port, secret, info.rank, _PROBE_SECONDS, once=True)[1]
-            except RankDiscoveryError:
-                return None
+    def ask(address: str) -> str | None:
+        try:
+            return greet(address, port, secret, info.rank, _PROBE_SECONDS, once=True)[1]
+        except RankDiscoveryError:
+            return None
 
-        with ThreadPoolExecutor() as pool:
-            answers = list(pool.map(ask, candidates))
-        # candidates that answer, each with this host's own address on the way to it
-        reached = {name: own for name, own in zip(candidates, answers, strict=True) if own}
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(ask, candidates))
+    # candidates that answer, each with this host's own address on the way to it
+    reached = {name: own for name, own in zip(candidates, answers, strict=True) if own}
     by_all = set(candidates).intersection(*world.allgather(set(reached)))
-    if info.rank == 0:
-        greeter.close()
+    if greeter is not None:
+        greeter.door.close()
     chosen = next((address for address in candidates if address in by_all), None)
     if chosen is None:
         raise RankDiscoveryError(
@@ -224,10 +210,9 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
 def _prefer_interface_towards(host: str, info: RankInfo) -> None:
     """That by which this host reaches ``host``; nothing is sent."""
     address = LOOPBACK if info.num_nodes == 1 else host
-    if info.num_nodes > 1:
-        with contextlib.suppress(OSError):
-            family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(where)
-                address = probe.getsockname()[0]
+    with contextlib.suppress(OSError):
+        family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            address = probe.getsockname()[0]
     prefer_interface(address)

@@ -19,35 +19,30 @@ LONGEST_LINE = 4 * 1024 * 1024  # bytes; the stacks of all ranks fit
 LOST_SECONDS = 15
 
 
-def watch_for_loss(connection: socket.socket) -> None:
-    """Let the kernel notice, within `LOST_SECONDS`, that the other host or the way to it is gone.
-
-    The kernel answers for a process that is busy or stopped, so a rank stuck in C code is not taken
-    for dead.
-    """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform.startswith("linux"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
-
-
 class MessageConnection:
-    """One end of a connection. Not thread-safe."""
+    """One end of a connection. Not thread-safe.
+
+    The kernel notices within `LOST_SECONDS` that the other host or the way to it is gone. It
+    answers for a process that is busy or stopped, so a rank stuck in C code is not taken for dead.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        watch_for_loss(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform.startswith("linux"):
+            for option, value in (
+                (socket.TCP_KEEPIDLE, 5),
+                (socket.TCP_KEEPINTVL, 3),
+                (socket.TCP_KEEPCNT, 3),
+                (socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000),
+            ):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket = connection
         self.longest_line = LONGEST_LINE  # bytes
+        self.unsent = bytearray()
         self._received = b""
         self._early: list[Message] = []  # that `next` left
-        self._unsent = bytearray()
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._unsent)
 
     def send(self, message: Message) -> None:
         """Queue ``message`` and send what the kernel takes; `flush` sends the rest."""
@@ -55,7 +50,7 @@ class MessageConnection:
 
     def send_line(self, line: bytes) -> None:
         """As `send`, of a message that is a line already."""
-        self._unsent += line
+        self.unsent += line
         self.flush()
 
     def flush(self) -> None:
@@ -63,12 +58,12 @@ class MessageConnection:
         reading.
         """
         try:
-            while self._unsent:
-                del self._unsent[: self.socket.send(self._unsent)]
+            while self.unsent:
+                del self.unsent[: self.socket.send(self.unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()
+            self.unsent.clear()
 
     def wait(self, seconds: float, *, to_send: bool = False) -> None:
         """Return when something has arrived, or when the kernel takes more, or after ``seconds``.
@@ -121,10 +116,6 @@ class MessageConnection:
                 return messages, "a line that is no message"
             messages.append(message)
         return messages, over
-
-    @property
-    def is_closed(self) -> bool:
-        return self.socket.fileno() == -1
 
     def close(self) -> None:
         self.socket.close()

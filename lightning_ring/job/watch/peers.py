@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ring.errors import PeerFailedError
-from lightning_ring.job.watch.messages import Message
 
 _TRANSPORT_WORDS = (
     "gloo/transport",
@@ -41,10 +40,10 @@ class PeerEvent:
     rank: int
     host: str
     pid: int
-    text: str
-    echo: bool
-    fit: int
-    time: float
+    text: str = ""
+    echo: bool = False
+    fit: int = 0
+    time: float = field(default_factory=time.monotonic)
 
     @property
     def lost(self) -> bool:
@@ -65,44 +64,3 @@ class PeerEvent:
             f"{name} died: its process ended without a word (killed, out of memory, or crashed in "
             "C code)"
         )
-
-
-class PeerEvents:
-    """Failures, deaths and departures of the other ranks: in rank 0 all, in other ranks the first
-    ones. Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self.failures: list[PeerEvent] = []
-        self.left: dict[int, PeerEvent] = {}
-        self.gone: set[int] = set()
-        self.all_left = False  # this rank included
-
-    def add(self, message: Message) -> None:
-        """Add a message of another rank, as the relay passed it on."""
-        kind, rank = message["kind"], message["rank"]
-        self.all_left = self.all_left or kind == "all left"
-        if kind in ("dead", "gone"):
-            self.gone.add(rank)
-        if kind in ("failed", "dead", "left"):
-            event = PeerEvent(
-                kind,
-                rank,
-                message["host"],
-                message["pid"],
-                message.get("text", ""),
-                message.get("echo", False),
-                message.get("fit", 0),
-                time.monotonic(),
-            )
-            if kind == "left":
-                self.left[rank] = event
-            else:
-                self.failures.append(event)
-
-    def failure(self, fit: int) -> PeerEvent | None:
-        """The first failure in ``fit`` that is no echo, else the first echo. A dead rank counts
-        in every fit.
-        """
-        current = [event for event in self.failures if event.kind == "dead" or event.fit == fit]
-        return min(current, key=lambda event: (event.echo, event.time), default=None)

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.door import Door, knock
-from lightning_ring.job.rendezvous.greeting import LOOPBACK, listen, listening_address
+from lightning_ring.job.rendezvous.greeting import LOOPBACK, listen
 from lightning_ring.job.watch.messages import Message, MessageConnection
 
 _DOOR = "watch"
@@ -27,21 +27,27 @@ def join_relay(
     """Start the relay in rank 0, which publishes its port in ``store``, and connect this rank to
     it. Collective.
 
-    Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
+    Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid`` in its
+    welcome.
     """
-    # on one node MASTER_ADDR may name any of its interfaces
-    address = LOOPBACK if info.num_nodes == 1 else host_of(store)
+    # on one node MASTER_ADDR may name any of its interfaces, and nobody else comes to loopback
+    address = LOOPBACK if info.num_nodes == 1 else host_of(store) or LOOPBACK
     store = PrefixStore("lightning_ring/watch", store)
     home = {"host": os.uname().nodename, "pid": os.getpid()}
     relay: Relay | None = None
     if info.rank == 0:
-        listener = listen(listening_address(info.num_nodes))
+        listener = listen(LOOPBACK if info.num_nodes == 1 else "")
         relay = Relay(listener, secret, home, info.world_size)
-        store.set("relay", str(relay.port))
+        store.set("relay", str(relay.door.port))
     try:
         port, hello = int(store.get("relay")), {"rank": info.rank} | home
         connection, rank_0 = knock(
-            *([address], port, secret, _DOOR, hello, _CONNECT_SECONDS),
+            [address],
+            port,
+            secret,
+            _DOOR,
+            hello,
+            _CONNECT_SECONDS,
             answer_seconds=_CONNECT_SECONDS,  # rank 0 may be in C code, or load libraries
         )
     except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
@@ -57,14 +63,14 @@ def join_relay(
             f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: "
             f"{str(error).splitlines()[0]}. Rank 0 may have failed to start. {advice}"
         ) from error
-    return relay, connection, {name: rank_0[name] for name in home}
+    return relay, connection, rank_0
 
 
 def host_of(store: Store) -> str:
-    """The host of rank 0, by the name or address under which this rank reached it."""
+    """The host of rank 0, by the name or address under which this rank reached it; else empty."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else LOOPBACK
+    return store.host if isinstance(store, TCPStore) else ""
 
 
 class Relay:
@@ -89,17 +95,15 @@ class Relay:
         self._senders: dict[int, Message] = {}  # of the ranks that are connected
         self._excused: set[int] = set()  # ranks that sent failed or left
         self._history: list[Message] = []  # that all ranks know
-        self._door = Door(listener, secret, _DOOR, self, world_size)
-        self.port = self._door.port
-        self._door.serve_in_thread("ring-watch-relay")
+        self.door = Door(listener, secret, _DOOR, self, world_size)
+        self.door.serve_in_thread("ring-watch-relay")
 
     def hellos(self) -> dict[int, Message]:
-        """``host`` and ``pid`` of the ranks that are connected, from any thread."""
-        return dict(self._senders)
-
-    def close(self) -> None:
-        """End the thread. Earlier messages have been handed to the kernel."""
-        self._door.close()
+        """``host`` and ``pid`` of the ranks that are connected and have not left, from any
+        thread.
+        """
+        senders = dict(self._senders)
+        return {rank: sender for rank, sender in senders.items() if rank not in self._away}
 
     # -- called by the door
 
@@ -113,7 +117,7 @@ class Relay:
         if message["kind"] == "hello":
             self._senders[rank] = {name: message[name] for name in _SENDER}
             for earlier in self._history:
-                self._door.send(earlier, rank)
+                self.door.send(earlier, rank)
             return
         if message["kind"] in ("failed", "left"):
             self._excused.add(rank)
@@ -132,17 +136,17 @@ class Relay:
         before = len(self._away)
         self._away.add(rank)
         if before < len(self._away) == self._world_size:
-            self._door.send({"kind": "all left", "rank": None}, *self._senders)
+            self.door.send({"kind": "all left", "rank": None}, *self._senders)
 
     def _pass_on(self, message: Message) -> None:
         if isinstance(to := message.get("to"), int):
-            self._door.send(message, to)
+            self.door.send(message, to)
             if to != message["rank"]:  # its sender counts what was passed on
-                self._door.send({"kind": "passed on", "rank": message["rank"]}, message["rank"])
+                self.door.send({"kind": "passed on", "rank": message["rank"]}, message["rank"])
         elif self._is_for_all(message):
-            self._door.send(message, *self._senders)
+            self.door.send(message, *self._senders)
         else:
-            self._door.send(message, *{0, message["rank"]})
+            self.door.send(message, *{0, message["rank"]})
 
     def _is_for_all(self, message: Message) -> bool:
         kind = message["kind"]

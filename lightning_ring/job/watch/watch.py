@@ -8,8 +8,8 @@ One daemon thread in each rank keeps the state.
 
 from __future__ import annotations
 
-import os
-import selectors
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from lightning_ring.errors import PeerFailedError
 from lightning_ring.job.exit import LauncherProbe, end_process, remove_files_of_mpirun, say
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
-from lightning_ring.job.watch.peers import PeerEvent, PeerEvents, comes_from_a_peer
+from lightning_ring.job.watch.peers import PeerEvent, comes_from_a_peer
 from lightning_ring.job.watch.relay import Relay, join_relay
 
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
@@ -32,37 +32,39 @@ CLOSE_SECONDS = 10.0  # for which rank 0 waits until the others have closed too
 
 
 class JobWatch:
-    """This rank's end of the job watch, whose ranks know ``secret``. Building one is collective;
-    with one rank it opens nothing.
-    """
+    """This rank's end of the job watch, whose ranks know ``secret``. Building one is collective."""
 
     def __init__(self, info: RankInfo, store: Store, secret: str) -> None:
         self.info = info
-        self._peers = PeerEvents()
+        # of other ranks: in rank 0 all, in other ranks the first ones
+        self._failures: list[PeerEvent] = []
+        self._left: dict[int, PeerEvent] = {}
+        self._gone: set[int] = set()
+        self._all_left = False  # this rank included
         self._news = threading.Condition()
         self._callbacks: list[Callable[[Message], None]] = []
         self._fit = 0
         self._reported = False
         # messages of this rank, and how many of them the relay has passed on
         self._told, self._returned = 0, 0
-        self._connection: MessageConnection | None = None
+        self._closed = False
+        self._connection: MessageConnection | None
         self._relay: Relay | None = None
-        self._closed = info.world_size == 1
-        if not self._closed:
-            self._open(store, secret)
+        self._open(store, secret)
 
-    def check(self, waited: float | None = None) -> None:
+    def check(self) -> None:
         """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs
         nothing otherwise.
 
-        ``waited`` is how many seconds the caller has waited so far. A rank that left normally may
-        have sent, before, all that the caller still waits for, so it counts only after `LEFT_GRACE`
-        seconds.
+        A rank that left normally may have sent, before, all that the caller still waits for, so it
+        counts only after `LEFT_GRACE` seconds.
         """
-        if not self._peers.failures and not self._peers.left:
+        if not self._failures and not self._left:
             return
         with self._news:
-            event = self._peers.failure(self._fit) or self._long_left(waited)
+            before = time.monotonic() - LEFT_GRACE
+            long_left = (event for event in self._left.values() if event.time <= before)
+            event = self.failure() or next(long_left, None)
         if event is not None:
             raise self._error(event)
 
@@ -74,15 +76,18 @@ class JobWatch:
         reason.
         """
         self._wait_for(lambda: self._culprit() is not None, seconds)
-        with self._news:
-            event = self._culprit()
-        if event is not None:
+        if (event := self._culprit()) is not None:
             raise self._error(event) from error
 
     def failure(self) -> PeerEvent | None:
-        """The failure or death of another rank to blame, if any."""
+        """The first failure of another rank in this fit that is no echo, else the first echo. A
+        dead rank counts in every fit.
+        """
         with self._news:
-            return self._peers.failure(self._fit)
+            current = [
+                event for event in self._failures if event.kind == "dead" or event.fit == self._fit
+            ]
+        return min(current, key=lambda event: (event.echo, event.time), default=None)
 
     def report(self, exception: BaseException) -> None:
         """Tell all ranks that this one raised ``exception``; the watch does not end a rank that
@@ -108,8 +113,7 @@ class JobWatch:
             self._told += 1
             number = self._told
             self._connection.send(event | {"fit": self._fit})
-            if wait:
-                self._wait_for(lambda: self._returned >= number, wait)
+            self._wait_for(lambda: self._returned >= number, wait)
             return self._returned >= number
 
     def on_event(self, callback: Callable[[Message], None]) -> None:
@@ -124,10 +128,8 @@ class JobWatch:
         """In rank 0: ``host`` and ``pid`` of the ranks that take part, without those that have
         left or died.
         """
-        with self._news:
-            over = self._peers.left.keys() | self._peers.gone
-        hellos = self._relay.hellos() if self._relay is not None else {}
-        return {rank: hello for rank, hello in hellos.items() if rank not in over}
+        assert self._relay is not None
+        return self._relay.hellos()
 
     def reset(self) -> None:
         """Start a new fit: earlier reports no longer count, deaths do."""
@@ -148,9 +150,9 @@ class JobWatch:
         stay = self.info.source == "mpi" or self.info.rank == 0
         while stay and not self._closed:
             with self._news:
-                if self._all_left():
+                if self._all_left:
                     break
-                failure = self._peers.failure(self._fit)
+                failure = self.failure()
                 caught = self._reported and failure is not None and failure.kind == "failed"
                 if (failure is None or caught) and self._connection is not None:
                     self._news.wait(timeout=1.0)
@@ -169,7 +171,7 @@ class JobWatch:
         """
         self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
-            self._wait_for(self._all_left, CLOSE_SECONDS)
+            self._wait_for(lambda: self._all_left, CLOSE_SECONDS)
         self.close()
 
     def free_launcher(self, failure: PeerEvent) -> None:
@@ -181,18 +183,19 @@ class JobWatch:
 
     def wait_until_gone(self, rank: int, timeout: float) -> None:
         """Wait until ``rank``'s process has ended; it may be printing the error that matters."""
-        self._wait_for(lambda: rank in self._peers.gone, timeout)
+        self._wait_for(lambda: rank in self._gone, timeout)
 
     def close(self) -> None:
         """Stop watching. Not collective; calling it twice is fine."""
         if self._closed:
             return
-        os.write(self._wake[1], b"x")  # first: once it is closed the thread closes the pipe
         self._closed = True
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2)
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(timeout=2)
         if self._relay is not None:
-            self._relay.close()
+            self._relay.door.close()
 
     def _wait_for(self, news: Callable[[], bool], seconds: float) -> None:
         with self._news:
@@ -202,15 +205,11 @@ class JobWatch:
         return PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
 
     def _culprit(self) -> PeerEvent | None:
-        event = self._peers.failure(self._fit)
+        event = self.failure()
         return event if event is not None and not event.echo else None
-
-    def _all_left(self) -> bool:
-        return self._peers.all_left
 
     def _open(self, store: Store, secret: str) -> None:
         self._relay, self._connection, self.rank_0 = join_relay(self.info, store, secret)
-        self._wake = os.pipe()
         self._launcher = LauncherProbe()
         in_forked_children(self._forget)
         self._thread = threading.Thread(target=self._watch, name="ring-watch", daemon=True)
@@ -228,20 +227,17 @@ class JobWatch:
     def _watch(self) -> None:
         connection = self._connection
         assert connection is not None
-        selector = selectors.DefaultSelector()
-        selector.register(connection.socket, selectors.EVENT_READ)
-        selector.register(self._wake[0], selectors.EVENT_READ)
         while not self._closed:
-            selector.select(timeout=0.5)
-            if self._connection is not None and (over := self._receive(connection)) is not None:
-                selector.unregister(connection.socket)
-                self._lose_relay(over)
-            # also without a relay: the launcher and the grace still have to be watched
+            if self._connection is None:
+                # the launcher and the grace still have to be watched
+                time.sleep(0.5)
+            else:
+                connection.wait(0.5)
+                over = self._receive(connection)
+                if over is not None and not self._closed:
+                    self._lose_relay(over)
             self._end_if_overdue()
         connection.close()
-        selector.close()
-        for fd in self._wake:
-            os.close(fd)
 
     def _receive(self, connection: MessageConnection) -> str | None:
         with self._news:
@@ -251,27 +247,36 @@ class JobWatch:
                 if message["rank"] == self.info.rank:
                     self._returned += 1
                 else:
-                    self._peers.add(message)
+                    self._note(message)
             self._news.notify_all()
         for message in messages:
             for callback in self._callbacks:
                 callback(message)
         return over
 
+    def _note(self, message: Message) -> None:
+        """A message of another rank, as the relay passed it on."""
+        kind, rank = message["kind"], message["rank"]
+        self._all_left = self._all_left or kind == "all left"
+        if kind in ("dead", "gone"):
+            self._gone.add(rank)
+        if kind in ("failed", "dead", "left"):
+            event = PeerEvent(
+                **{name: message[name] for name in PeerEvent.__slots__ if name in message}
+            )
+            if kind == "left":
+                self._left[rank] = event
+            else:
+                self._failures.append(event)
+
     def _lose_relay(self, why: str) -> None:
         with self._news:
-            known = {event.rank for event in self._peers.failures} | self._peers.left.keys()
+            known = {event.rank for event in self._failures} | self._left.keys()
             if 0 not in known:
-                self._peers.add({"kind": "dead", "rank": 0, "text": why} | self.rank_0)
-            self._peers.gone.add(0)
+                self._note(self.rank_0 | {"kind": "dead", "rank": 0, "text": why})
+            self._gone.add(0)
             self._connection = None
             self._news.notify_all()
-
-    def _long_left(self, waited: float | None) -> PeerEvent | None:
-        if waited is not None and waited < LEFT_GRACE:
-            return None
-        before = time.monotonic() - LEFT_GRACE
-        return next((event for event in self._peers.left.values() if event.time <= before), None)
 
     def _end_if_overdue(self) -> None:
         """The last resort: this rank may be in a C++ collective that nothing can interrupt."""
@@ -283,8 +288,7 @@ class JobWatch:
         failure = self.failure()
         if failure is not None and not self._reported:
             grace = DEAD_GRACE if failure.kind == "dead" else FAILED_GRACE
-            if failure.lost:
-                grace = LOST_GRACE
+            grace = LOST_GRACE if failure.lost else grace
             if time.monotonic() - failure.time > grace:
                 say(f"{self.info.name} ends, {grace:.0f} s after it was told: {failure}")
                 self.free_launcher(failure)

@@ -66,6 +66,9 @@ def test_a_partition_is_a_gpu_of_its_own(monkeypatch):
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="whole card")
     )
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert gpu_uuid(first, "MIG-1f, MIG-2f") == "MIG-1f"
-    assert gpu_uuid(second, "MIG-1f, MIG-2f") == "MIG-2f"
-    assert gpu_uuid(first, "GPU-7") == gpu_uuid(second, "3") == gpu_uuid(first, "") == "whole card"
+    for visible, uuids in (
+        ("MIG-1f, MIG-2f", ["MIG-1f", "MIG-2f"]),
+        *((visible, ["whole card"] * 2) for visible in ("GPU-7", "3", "")),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu_uuid(device) for device in (first, second)] == uuids
