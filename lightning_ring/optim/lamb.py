@@ -88,7 +88,7 @@ class LAMB(TrustRatioOptimizer):
             "adapt": adapt,
         }
         if max_grad_norm is not None:
-            require_number("max_grad_norm", max_grad_norm, above=0)
+            require_number("max_grad_norm", max_grad_norm, positive=True)
         options = RunOptions(
             foreach, fused, capturable, skip_nonfinite, master_weights, max_grad_norm
         )
@@ -96,24 +96,22 @@ class LAMB(TrustRatioOptimizer):
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
-        require_number("lr", group["lr"], low=0)
         betas = group["betas"]
         require(
             isinstance(betas, (tuple, list)) and len(betas) == 2,
             f"betas={betas!r}, expected two numbers",
         )
         for i, beta in enumerate(betas):
-            require_number(f"betas[{i}]", beta, low=0, below=1)
-        require_number("eps", group["eps"], low=0)
-        require_number("weight_decay", group["weight_decay"], low=0)
+            require_number(f"betas[{i}]", beta, below=1)
         if group["trust_clip"] is not None:
-            require_number("trust_clip", group["trust_clip"], above=0)
+            require_number("trust_clip", group["trust_clip"], positive=True)
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         found = super().hyperparameters(group)
-        (beta1, beta2), clip = found.pop("betas"), found.pop("trust_clip")
-        clip = float("inf") if clip is None else clip
-        return found | {"beta1": beta1, "beta2": beta2, "trust_clip": clip}
+        found["beta1"], found["beta2"] = found.pop("betas")
+        clip = found.pop("trust_clip")
+        found["trust_clip"] = math.inf if clip is None else clip
+        return found
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
@@ -177,27 +175,25 @@ class LAMB(TrustRatioOptimizer):
         if list in map(type, (h.beta1, h.beta2, h.eps, h.grad_scale, h.decay)):
             return None
         x = torch._foreach_mul(w, h.decay)
-        if abs(h.grad_scale) != 1:
-            g = torch._foreach_mul(g, abs(h.grad_scale))
-        steps = (
-            h.correction_step
-            if isinstance(h.correction_step, list)
-            else [h.correction_step] * len(w)
-        )
+        if h.grad_scale != 1:
+            g = torch._foreach_mul(g, h.grad_scale)
+        steps = h.correction_step
+        if isinstance(steps, float):
+            steps = [steps] * len(w)
         torch._fused_adam_(
             x,
             g,
             state[0],
             state[1],
             [],
-            [_as_tensor(step, torch.float32) for step in steps],
+            list(map(_as_tensor, steps)),
             lr=-1.0,
             beta1=h.beta1,
             beta2=h.beta2,
             weight_decay=0.0,
             eps=h.eps,
             amsgrad=False,
-            maximize=h.grad_scale < 0,
+            maximize=False,
         )
         return x
 
@@ -217,7 +213,7 @@ class LAMB(TrustRatioOptimizer):
             [m],
             [v],
             [],
-            [_as_tensor(torch.inf, torch.float32)],  # no bias correction: 1 - beta ** inf = 1
+            [_as_tensor(math.inf)],  # no bias correction: 1 - beta ** inf = 1
             lr=h.rate / h.root_scale,
             beta1=JUST_BELOW_1,
             beta2=JUST_BELOW_1,
@@ -235,5 +231,5 @@ def _zeros(size: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _as_tensor(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(value, dtype=dtype)
+def _as_tensor(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)

@@ -90,11 +90,8 @@ class LARS(TrustRatioOptimizer):
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
-        require_number("lr", group["lr"], low=0)
-        require_number("momentum", group["momentum"], low=0, below=1)
-        require_number("weight_decay", group["weight_decay"], low=0)
-        require_number("trust_coefficient", group["trust_coefficient"], above=0)
-        require_number("eps", group["eps"], low=0)
+        require_number("momentum", group["momentum"], below=1)
+        require_number("trust_coefficient", group["trust_coefficient"], positive=True)
         form = group["momentum_form"]
         require(form in ("paper", "torch"), f"momentum_form={form!r}, expected 'paper' or 'torch'")
         require(
@@ -104,7 +101,8 @@ class LARS(TrustRatioOptimizer):
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         found = super().hyperparameters(group)
-        return found | {"lr_inside": found.pop("momentum_form") == "paper"}
+        found["lr_inside"] = found.pop("momentum_form") == "paper"
+        return found
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
@@ -132,7 +130,9 @@ class LARS(TrustRatioOptimizer):
 
     @staticmethod
     def direction(w: Tensors, g: Tensors, state: list[Tensors], h: Scalars) -> Tensors:
-        return torch._foreach_mul(g, h.grad_scale)
+        # only its norms are looked at
+        is_one = isinstance(h.grad_scale, float) and abs(h.grad_scale) == 1
+        return g if is_one else torch._foreach_mul(g, h.grad_scale)
 
     @staticmethod
     def move(w: Tensors, g: Tensors, x: Tensors, state: list[Tensors], h: Scalars) -> None:
@@ -143,13 +143,6 @@ class LARS(TrustRatioOptimizer):
         add_(v, decayed, h.gain)
         add_(w, v, h.ahead, sign=-1)
         add_(w, decayed, h.beside, sign=-1)
-
-    @staticmethod
-    def torch_directions(
-        w: Tensors, g: Tensors, state: list[Tensors], h: Scalars
-    ) -> Tensors | None:
-        # only norms are looked at
-        return g if isinstance(h.grad_scale, float) and abs(h.grad_scale) == 1 else None
 
     @staticmethod
     def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: list[Tensor], h: Scalars) -> bool:

@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_ring.optim.engine.options import RunOptions, check_options, require, way_to_run
+from lightning_ring.optim.engine.options import (
+    RunOptions,
+    check_options,
+    require,
+    require_number,
+    way_to_run,
+)
 from lightning_ring.optim.engine.parameter_list import (
     LOW_PRECISION,
     ParameterBatch,
@@ -85,7 +91,9 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
-        """Raise `ValueError` for the first hyper-parameter of ``group`` that is out of range."""
+        """Raise `ValueError` for the first argument of ``group`` that is out of range, besides
+        ``lr``, ``weight_decay`` and ``eps``.
+        """
         raise NotImplementedError
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +103,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
         return {name: group[name] for name in self.defaults}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        known = GROUP_KEYS | set(self.defaults)
-        unknown = sorted(set(param_group) - known)
+        known = GROUP_KEYS | self.defaults.keys()
+        unknown = sorted(param_group.keys() - known)
         require(
             not unknown,
             f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}",
@@ -119,14 +127,15 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """Raise `ValueError` for the first argument of ``group`` that the constructor would
         refuse.
         """
+        for name in ("lr", "weight_decay", "eps"):
+            require_number(name, group[name])
         self.check_group(group)
         lr = group["lr"]
-        on_host = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-        require(
-            on_host or self.options.capturable,
-            f"lr is a tensor on {getattr(lr, 'device', 'cpu')}: pass capturable=True, or lr as a "
-            "float",
-        )
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            require(
+                self.options.capturable,
+                f"lr is a tensor on {lr.device}: pass capturable=True, or lr as a float",
+            )
 
     # -- numbers to read between steps
 
@@ -205,15 +214,14 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 self._refuse_gradient(position, grad)
             states = self._states_of(listed, position, param)
             weight = self.state[param]["master"] if self._has_master(param) else param
+            is_flat = lie_alike((param, grad, weight, *states))
             kind = TensorKind(
-                device=param.device,
-                compute=compute_dtype(param),
-                weight=weight.dtype,
-                grad=grad.dtype,
+                param.device,
+                compute_dtype(param),
+                weight.dtype,
+                grad.dtype,
                 mirror=None if weight is param else param.dtype,
-                way=way_to_run(
-                    self.options, param.device, lie_alike((param, grad, weight, *states))
-                ),
+                way=way_to_run(self.options, param.device, is_flat),
             )
             part = parts.setdefault(kind, ParameterBatch(kind))
             part.positions.append(position)

@@ -12,7 +12,7 @@ from lightning_ring.optim.engine.fused import FusedRun
 from lightning_ring.optim.engine.multi_tensor import MultiTensorRun, grad_square_sum
 from lightning_ring.optim.engine.options import RunOptions
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList
-from lightning_ring.optim.engine.rule import Rule, Scalars, step_numbers
+from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers
 
 NormAllReduce = Callable[[Tensor], Tensor | None]
 
@@ -41,76 +41,46 @@ def update(
             return False
         if options.max_grad_norm is not None:
             clip = (grad_norm / options.max_grad_norm).clamp(min=1)
-    steps = [
-        _PartOfStep(rule, hyperparameters, listed, part, options.capturable, clip) for part in parts
-    ]
+    runs = [_begin(rule, hyperparameters, listed, part, options.capturable, clip) for part in parts]
     if norm_all_reduce is not None:
-        _sum_over_ranks(listed, steps, norm_all_reduce)
-    for step in steps:
-        ratios = step.run.step() if norm_all_reduce is None else step.run.move()
-        step.commit(ratios)
+        sums = torch.zeros(2, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
+        for part, run in zip(parts, runs, strict=True):
+            run.measure()
+            sums[:, listed.places(part, listed.device)] = run.sums.to(sums)
+        sums = _reduce(sums.view(-1), norm_all_reduce).view_as(sums)
+        for part, run in zip(parts, runs, strict=True):
+            run.sums = sums[:, listed.places(part, listed.device)].contiguous().to(run.sums)
+    for part, run in zip(parts, runs, strict=True):
+        ratios = run.move(measured=norm_all_reduce is not None)
+        if ratios.data_ptr() != listed.ratios.data_ptr():  # else kernels have written them there
+            listed.ratios[listed.places(part, listed.device)] = ratios.to(listed.ratios)
     return True
 
 
-def _sum_over_ranks(
-    listed: ParameterList, steps: list[_PartOfStep], norm_all_reduce: NormAllReduce
-) -> None:
-    sums = torch.zeros(2, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
-    for step in steps:
-        step.run.measure()
-        sums[:, step.places(listed.device)] = step.run.sums.to(sums)
-    sums = _reduce(sums.view(-1), norm_all_reduce).view_as(sums)
-    for step in steps:
-        found = sums[:, step.places(listed.device)].contiguous()
-        step.run.sums = found.to(step.run.sums)
-
-
-class _PartOfStep:
-    """One step of the parameters of ``part``, and what is kept of it in ``listed``."""
-
-    def __init__(
-        self,
-        rule: type[Rule],
-        hyperparameters: list[dict[str, Any]],
-        listed: ParameterList,
-        part: ParameterBatch,
-        capturable: bool,
-        clip: Tensor | None,
-    ) -> None:
-        self._listed = listed
-        self._positions = part.positions
-        steps, self._step = listed.steps, None
-        if steps is not None:
-            self._step = steps[self.places(steps.device)] + 1
-        device, is_fused = part.kind.device, part.kind.way == "fused"
-        clip = None if clip is None else clip.to(device)
-        on_device = is_fused or clip is not None or capturable
-        place = device if on_device else torch.device("cpu")
-        hyper = listed.hyper_table([list(group.values()) for group in hyperparameters], place)
-        groups = listed.groups_on(place, part.positions)
-        self.run: FusedRun | MultiTensorRun
-        if is_fused:
-            ratios = listed.ratios[self.places(listed.device)].to(device)
-            self.run = FusedRun(rule, part, listed.tables, groups, hyper, self._step, clip, ratios)
-        else:
-            h = dict(zip(hyperparameters[0], hyper.index_select(0, groups).unbind(1), strict=True))
-            numbers = step_numbers(rule, Scalars(**h), self._step, clip, device)
-            self.run = MultiTensorRun(rule, part, numbers)
-
-    def places(self, device: torch.device) -> slice | Tensor:
-        """Where these parameters stand in the list."""
-        if len(self._positions) == len(self._listed.params):
-            return slice(None)
-        key = "places", device, tuple(self._positions)
-        return self._listed.tables.get(key, None, device, lambda: torch.tensor(self._positions))
-
-    def commit(self, ratios: Tensor) -> None:
-        """Keep step counts and trust ratios."""
-        listed = self._listed
-        if listed.steps is not None and self._step is not None:
-            listed.steps[self.places(listed.steps.device)] = self._step
-        if ratios.data_ptr() != listed.ratios.data_ptr():  # else kernels have written them there
-            listed.ratios[self.places(listed.device)] = ratios.to(listed.ratios)
+def _begin(
+    rule: type[Rule],
+    hyperparameters: list[dict[str, Any]],
+    listed: ParameterList,
+    part: ParameterBatch,
+    capturable: bool,
+    clip: Tensor | None,
+) -> FusedRun | MultiTensorRun:
+    """Count one step of the parameters of ``part``; returns the run that takes it."""
+    step, device, is_fused = None, part.kind.device, part.kind.way == "fused"
+    if listed.steps is not None:
+        places = listed.places(part, listed.steps.device)
+        listed.steps[places] += 1
+        step = listed.steps[places]
+    clip = None if clip is None else clip.to(device)
+    on_device = is_fused or clip is not None or capturable
+    place = device if on_device else torch.device("cpu")
+    hyper = listed.hyper_table([list(group.values()) for group in hyperparameters], place)
+    groups = listed.groups_of(part, place)
+    if is_fused:
+        ratios = listed.ratios[listed.places(part, listed.device)].to(device)
+        return FusedRun(rule, part, listed.tables, groups, hyper, step, clip, ratios)
+    h = dict(zip(hyperparameters[0], hyper.index_select(0, groups).unbind(1), strict=True))
+    return MultiTensorRun(rule, part, StepNumbers(rule, Scalars(**h), step, clip, device))
 
 
 def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
