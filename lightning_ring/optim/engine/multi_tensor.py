@@ -4,7 +4,7 @@ cache. The plain way: one parameter after another, of any layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -108,12 +108,9 @@ class MultiTensorRun:
     def _measure(self, pieces: list[Piece]) -> None:
         part = self._part
         totals: list[dict[int, Any]] = [{}, {}]
-        h, rows_of_h = Scalars(), None
         to_come = sum(weight.numel() for piece in pieces for weight in piece.weights)
-        for piece in pieces:
+        for piece, h in self._with_numbers(pieces):
             w, g = _cast(piece.weights, part.kind.compute), _cast(piece.grads, part.kind.compute)
-            if piece.rows is not rows_of_h:  # pieces of one tensor share the list
-                h, rows_of_h = self._numbers.over(piece.rows, self._plain), piece.rows
             # first: a lone reading sweep is the fastest way to bring them into the cache
             self._add_squares(totals[0], piece.rows, w)
             x = self._rule.torch_directions(w, g, piece.states, h) if self._by_torch else None
@@ -125,22 +122,30 @@ class MultiTensorRun:
             to_come -= sum(t.numel() for t in w)
             x = None  # so that the next piece finds the same memory, still in the cache
         rows = sorted(totals[0])
-        found = torch.stack([self._as_vector([total[row] for row in rows]) for total in totals])
+        found: Any = [[total[row] for row in rows] for total in totals]
+        if isinstance(found[0][0], Tensor):
+            found = torch.stack(list(map(torch.stack, found)))
+        else:
+            found = torch.tensor(found, dtype=self.sums.dtype)
         if len(rows) == len(self._sizes):
             self.sums = found
         else:
             self.sums[:, rows] = found
 
     def _move(self, pieces: list[Piece]) -> None:
-        h, rows_of_h = Scalars(), None
         # what was measured last may still be in the cache
-        for piece in reversed(pieces):
-            if piece.rows is not rows_of_h:
-                h, rows_of_h = self._numbers.over(piece.rows, self._plain), piece.rows
+        for piece, h in self._with_numbers(reversed(pieces)):
             if not self._by_torch or not self._torch_moves(piece, h):
                 for smaller in piece.split(CPU_PIECE) if self._sweeps else [piece]:
                     self._move_piece(smaller, h)
             piece.directions = None
+
+    def _with_numbers(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Scalars]]:
+        h, rows = Scalars(), None
+        for piece in pieces:
+            if piece.rows is not rows:  # pieces of one tensor share the list
+                h, rows = self._numbers.over(piece.rows, self._plain), piece.rows
+            yield piece, h
 
     def _move_piece(self, piece: Piece, h: Scalars) -> None:
         compute = self._part.kind.compute
@@ -192,11 +197,6 @@ class MultiTensorRun:
             found = list(torch._foreach_pow(norms, 2.0))
         for row, value in zip(rows, found, strict=True):
             total[row] = total[row] + value if row in total else value
-
-    def _as_vector(self, values: list[Any]) -> Tensor:
-        if isinstance(values[0], Tensor):
-            return torch.stack(values)
-        return torch.tensor(values, dtype=self.sums.dtype)
 
 
 def grad_square_sum(part: ParameterBatch) -> Tensor:

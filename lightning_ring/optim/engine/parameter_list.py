@@ -104,7 +104,7 @@ class ParameterList:
         groups = self.tables.get(("groups", device), self.sizes, device, lambda: self._groups)
         return groups[self.places(part, device)]
 
-    def hyper_table(self, groups: list[list[Any]], device: torch.device) -> Tensor:
+    def hyper_table(self, groups: list[dict[str, Any]], device: torch.device) -> Tensor:
         """Hyper-parameters of each group as a float64 tensor on ``device``, shape [groups,
         hyper-parameters]; sent only when they change. The host reads no tensor that is there.
         """
@@ -112,13 +112,16 @@ class ParameterList:
         def is_there(value: Any) -> bool:
             return isinstance(value, Tensor) and value.device.type == device.type
 
-        rows = [[0.0 if is_there(value) else float(value) for value in row] for row in groups]
+        rows = [
+            [0.0 if is_there(value) else float(value) for value in group.values()]
+            for group in groups
+        ]
         key = "hyper-parameters", device
         table = self.tables.get(key, rows, device, lambda: torch.tensor(rows, dtype=torch.float64))
         there = {
-            (group, i): value
-            for group, row in enumerate(groups)
-            for i, value in enumerate(row)
+            (row, column): value
+            for row, group in enumerate(groups)
+            for column, value in enumerate(group.values())
             if is_there(value)
         }
         if there:

@@ -212,8 +212,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 continue
             if grad.layout is not torch.strided or grad.is_complex():
                 self._refuse_gradient(position, grad)
-            states = self._states_of(listed, position, param)
-            weight = self.state[param]["master"] if self._has_master(param) else param
+            weight, states = self._tensors_of(listed, position, param)
             is_flat = lie_alike((param, grad, weight, *states))
             kind = TensorKind(
                 param.device,
@@ -231,28 +230,25 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 part.mirrors.append(param)
         return list(parts.values())
 
-    def _states_of(self, listed: ParameterList, position: int, param: Tensor) -> tuple[Tensor, ...]:
-        """This parameter's state, made of zeros at its first step; ``step`` becomes a view of
-        ``listed.steps``.
+    def _tensors_of(
+        self, listed: ParameterList, position: int, param: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The weight to update (the parameter or its master copy) and its state, made of zeros at
+        its first step; ``step`` becomes a view of ``listed.steps``.
         """
-        state = self.state[param]
+        state, weight = self.state[param], param
         for name in self.state_names:
             if name not in state:
-                state[name] = torch.zeros_like(
-                    param, dtype=compute_dtype(param), memory_format=torch.preserve_format
-                )
-        if self._has_master(param) and "master" not in state:
-            state["master"] = param.detach().to(
-                torch.float32, memory_format=torch.preserve_format, copy=True
-            )
+                state[name] = torch.zeros_like(param, dtype=compute_dtype(param))
+        if self.options.master_weights and param.dtype in LOW_PRECISION:
+            if "master" not in state:
+                state["master"] = param.detach().float()  # a copy: it has 16 bits
+            weight = state["master"]
         if self.counts_steps and state.get("step") is not (view := listed.step_views[position]):
             if "step" in state:
                 view.copy_(torch.as_tensor(state["step"]))
             state["step"] = view
-        return tuple([state[name] for name in self.state_names])
-
-    def _has_master(self, param: Tensor) -> bool:
-        return self.options.master_weights and param.dtype in LOW_PRECISION
+        return weight, tuple([state[name] for name in self.state_names])
 
     def _refuse_gradient(self, position: int, grad: Tensor) -> None:
         name = list(parameter_names(self.param_groups))[position]
@@ -274,8 +270,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
         for index, group in enumerate(state_dict["param_groups"]):
             try:
                 missing = sorted(self.defaults.keys() - group.keys())
-                require("adapt" in group, f"no {missing}, so it is of another optimizer")
-                self._check(self.defaults | group)
+                require(not missing, f"no {missing}, so it is of another optimizer")
+                self._check(group)
             except ValueError as error:
                 raise ValueError(
                     f"{type(self).__name__} cannot go on from this state dict: group {index} of it "
@@ -294,20 +290,14 @@ class TrustRatioOptimizer(Optimizer, Rule):
             for saved_id, param in zip(saved_ids, params, strict=True):
                 for key, value in final["state"].get(saved_id, {}).items():
                     if isinstance(value, Tensor) and key != "step":
-                        kept = torch.empty_like(
-                            param, dtype=compute_dtype(param), requires_grad=False
-                        )
+                        kept = torch.empty_like(param, dtype=compute_dtype(param))
                         self.state[param][key] = kept.copy_(value)
 
-        handles = [
+        with (
             self.register_load_state_dict_pre_hook(remember),
             self.register_load_state_dict_post_hook(restore, prepend=True),
-        ]
-        try:
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
@@ -317,11 +307,11 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # torch adds it, and the kernels find hyper-parameters by their order
+        self.defaults.pop("differentiable", None)
         self.__dict__.setdefault("norm_all_reduce", None)
         self._forget_caches()
         for group in self.param_groups:
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
             self._check(group)
 
     def _forget_caches(self) -> None:

@@ -74,7 +74,7 @@ def _begin(
     clip = None if clip is None else clip.to(device)
     on_device = is_fused or clip is not None or capturable
     place = device if on_device else torch.device("cpu")
-    hyper = listed.hyper_table([list(group.values()) for group in hyperparameters], place)
+    hyper = listed.hyper_table(hyperparameters, place)
     groups = listed.groups_of(part, place)
     if is_fused:
         ratios = listed.ratios[listed.places(part, listed.device)].to(device)
