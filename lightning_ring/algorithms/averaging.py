@@ -7,8 +7,8 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
@@ -50,12 +50,12 @@ class Averaging(Algorithm):
         shards: bool = False,
         on_new_parameters: Callable[[], None] | None = None,
     ) -> None:
-        check_wire("Sharded" if shards else "Averaging", bucket_cap_mb, compression, shards=shards)
+        name = "Sharded" if shards else "Averaging"
+        self._compression = check_wire(name, bucket_cap_mb, compression, shards=shards)
         self.reducer: Reducer | None = None
         self._names: list[list[str]] = []  # of the parameters in each bucket, once they are gone
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
-        self._compression = compression
         self._shards = shards
         self._on_new_parameters = on_new_parameters
         self._compressor: Compressor | None = None
@@ -76,10 +76,7 @@ class Averaging(Algorithm):
     ) -> None:
         self._module, self._comm = module, comm
         # a new one, without the residual of an earlier training
-        chosen = self._compression
-        self._compressor = (
-            COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
-        )
+        self._compressor = copy.deepcopy(self._compression)
         # not a subclass's, which needs what follows
         Averaging.set_optimizers(self, optimizers)
         device = next((param.device.type for param in module.parameters()), "cpu")
@@ -108,12 +105,10 @@ class Averaging(Algorithm):
         self._optimizers = ()
 
     def refusal_of_deaths(self) -> str:
-        chosen = self._compression
-        compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else chosen
-        if isinstance(compressor, ErrorFeedback):
+        if isinstance(self._compression, ErrorFeedback):
             return (
-                f"compression {compressor.name!r} keeps each rank's rounding errors, which would "
-                "die with it"
+                f"compression {self._compression.name!r} keeps each rank's rounding errors, which "
+                "would die with it"
             )
         return ""
 
@@ -239,13 +234,6 @@ class Averaging(Algorithm):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Buckets:
-    """All that the compiler reads of a DistributedDataParallel."""
-
-    bucket_bytes_cap: int
-
-
 @contextmanager
 def split_at_buckets(cap_mb: float) -> Iterator[None]:
     """Graphs compiled inside are split at buckets of ``cap_mb`` MiB, which then leave while
@@ -257,8 +245,9 @@ def split_at_buckets(cap_mb: float) -> Iterator[None]:
     ``bucket_bytes_cap``. ``torch._dynamo.config.optimize_ddp = False`` turns that off. It takes no
     cap below its first bucket's, which is 1 MiB, as here.
     """
-    buckets = _Buckets(int(max(cap_mb, FIRST_BUCKET_MB) * 2**20))
-    DistributedDataParallel._active_ddp_module = cast(Any, buckets)
+    cap = int(max(cap_mb, FIRST_BUCKET_MB) * 2**20)
+    active: Any = SimpleNamespace(bucket_bytes_cap=cap)  # all that the compiler reads of one
+    DistributedDataParallel._active_ddp_module = active
     try:
         yield
     finally:
@@ -272,8 +261,12 @@ def check_wire(
     compression: Any,
     *,
     shards: bool = False,
-) -> None:
-    """Raise `ConfigurationError` if gradients cannot travel in such buckets, or so compressed."""
+) -> Compressor | None:
+    """The compressor of this name, or as it is given.
+
+    Raises:
+        ConfigurationError: Gradients cannot travel in such buckets, or so compressed.
+    """
     number = type(bucket_cap_mb) in (int, float) and 0 < bucket_cap_mb < math.inf
     if bucket_cap_mb is not None and not number:
         raise ConfigurationError(
@@ -284,7 +277,7 @@ def check_wire(
     if isinstance(compression, str) and compression in COMPRESSORS:
         compressor = COMPRESSORS[compression].build()
     if compressor is None:
-        return
+        return None
     if not isinstance(compressor, Compressor):
         names = ", ".join(map(repr, COMPRESSORS))
         raise ConfigurationError(
@@ -296,3 +289,4 @@ def check_wire(
             f"{caller} got compression={compression!r}, which cannot leave each rank its shard of "
             "a sum. Use 'bf16', 'int8' or None, or strategy='ring'."
         )
+    return compressor

@@ -77,7 +77,7 @@ class DiLoCo(LocalSGD):
         params: list[Tensor] = [*self._anchors]
         anchors, velocity = [*self._anchors.values()], [*self._velocity.values()]
         change = [*torch._foreach_sub(anchors, params)]
-        average_tensors(change, self._communicator, f"step {self.num_steps}: outer gradients")
+        average_tensors(change, self._comm, f"step {self.num_steps}: outer gradients")
         torch._foreach_mul_(velocity, self.outer_momentum)
         torch._foreach_add_(velocity, change)
         torch._foreach_add_(change, velocity, alpha=self.outer_momentum)
