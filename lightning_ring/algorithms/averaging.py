@@ -158,16 +158,11 @@ class Averaging(Algorithm):
         if self.steps_tracked_parameters(optimizer):
             check_outside_backward(optimizer)
             self._training.finish()
-        if not has_closure:
-            params = params_of(optimizer)
-            self._training.check_reduced(params)
-            self._check_tracked(params)
-
-    def _check_tracked(self, params: Sequence[Parameter]) -> None:
-        """Raise `RingError` if one of ``params`` got its gradient before it was in a bucket.
-
-        The backward of a plain loop cannot look for new parameters first.
-        """
+        if has_closure:
+            return
+        params = params_of(optimizer)
+        self._training.check_reduced(params)
+        # The backward of a plain loop cannot look for new parameters first.
         trained = (param for param in params if param.grad is not None and param.requires_grad)
         late = {param for param in trained if not self._training.is_tracked(param)}
         for name, param in self._module.named_parameters() if late else ():
@@ -213,8 +208,8 @@ class Averaging(Algorithm):
         saved = state["state"] if state.get("compressor") == compressor.name else {}
         if "errors" in saved and not isinstance(compressor, ErrorFeedback):
             saved = {}
-        rank, world_size = self._comm.rank, self._comm.world_size
-        return compressor.load_state_dict(saved, rank, world_size) or ""
+        comm = self._comm
+        return compressor.load_state_dict(saved, comm.rank, comm.world_size) or ""
 
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked

@@ -68,6 +68,11 @@ class AsynchronousGossip(LocalSGD):
         ConfigurationError: ``overlap`` is neither `None` nor a number of steps.
     """
 
+    _exchange = (
+        "while it computes parameters are averaged with those of another rank, which waits for "
+        "nothing,"
+    )
+
     def __init__(self, *, overlap: int | None = 0, seed: int = 0) -> None:
         super().__init__(1)
         if overlap is not None and (type(overlap) is not int or overlap < 0):
@@ -104,7 +109,7 @@ class AsynchronousGossip(LocalSGD):
         if self._requests is not None:
             check_same_parameters(params, self._listed, "AsynchronousGossip")
             return
-        self._changing = threading.Lock()  # the memory of x
+        self._changing = threading.RLock()  # the memory of x
         self._listed: list[Parameter] = params  # all that are trained
         self._parts = parts_of(params, num_gossip_parts(sum(param.nbytes for param in params)))
         # in the order of the parts
@@ -119,7 +124,8 @@ class AsynchronousGossip(LocalSGD):
         with torch.no_grad():
             torch._foreach_copy_(self._views, self._on_host())
         self._copied = [view.clone() for view in self._views]  # for which g_r is computed
-        self._asked = [torch.empty_like(x) for x in self._x if self._asks]  # x_r as it was sent
+        # x_r as it was sent, on even ranks
+        self._asked = [torch.empty_like(x) for x in self._x if self._comm.rank % 2 == 0]
         self._requests = unrecorded(self._comm).open_requests(self._answer)
         self._requests.start()
 
@@ -146,10 +152,6 @@ class AsynchronousGossip(LocalSGD):
         self._has_begun = True
         self._answer_others()
 
-    @property
-    def _asks(self) -> bool:
-        return self._comm.rank % 2 == 0
-
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
 
@@ -164,7 +166,7 @@ class AsynchronousGossip(LocalSGD):
             self._finish_exchange()
         self._add_step()
         self._steps_meanwhile += 1
-        if self._asks:
+        if self._asked:
             self._begin_exchange()
 
     def show_averages(self) -> None:
@@ -206,7 +208,9 @@ class AsynchronousGossip(LocalSGD):
         torch._foreach_copy_(self._asked, self._x)  # which nobody else changes now
         name = f"step {self.num_steps + 1}: average with rank {chosen}"
         self._exchange_under_way = self._requests.ask(
-            {chosen: self._asked}, name, self._average_with
+            {chosen: self._asked},
+            name,
+            lambda peer, index, theirs: self._average_part(index, theirs, self._asked[index]),
         )
         self._steps_meanwhile = 0
 
@@ -243,10 +247,6 @@ class AsynchronousGossip(LocalSGD):
             self._average_part(index, question, before)
         return before
 
-    def _average_with(self, peer: int, index: int, theirs: Tensor) -> None:
-        with self._changing:
-            self._average_part(index, theirs, self._asked[index])
-
     @torch.no_grad()
     def _average_part(self, index: int, theirs: Tensor, ours: Tensor) -> None:
         """Move a part of x by half of the way from ``ours`` to ``theirs``, in whose place the
@@ -255,7 +255,8 @@ class AsynchronousGossip(LocalSGD):
         part = self._parts[index]
         way = part.views(theirs, self._listed)
         torch._foreach_sub_(way, part.views(ours, self._listed))
-        torch._foreach_add_(part.views(self._x[index], self._listed), way, alpha=0.5)
+        with self._changing:
+            torch._foreach_add_(part.views(self._x[index], self._listed), way, alpha=0.5)
 
     # -- requests to stop
 
@@ -264,20 +265,8 @@ class AsynchronousGossip(LocalSGD):
             return False
         comm = self._comm
         if self._asked_to_stop and not self._told_to_stop:
-            others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-            self._requests.ask(dict.fromkeys(others, (_STOP,)), "a request to stop").wait()
-            self._told_to_stop = True
-        if not self._told_to_stop or not meet_to_stop(comm):
-            return False
-        self._told_to_stop = False
-        return True
-
-    @property
-    def _may_differ(self) -> bool:
-        return True  # other ranks may have taken steps
-
-    def _exchange(self) -> str:
-        return (
-            "while it computes parameters are averaged with those of another rank, which waits "
-            "for nothing,"
-        )
+            ranks = range(comm.world_size)  # this one too
+            self._requests.ask(dict.fromkeys(ranks, (_STOP,)), "a request to stop").wait()
+        agreed = self._told_to_stop and meet_to_stop(comm)
+        self._told_to_stop &= not agreed
+        return agreed

@@ -51,6 +51,7 @@ class LocalSGD(Algorithm):
     """
 
     steps_alone: ClassVar[bool] = True
+    _exchange = "parameters are averaged"  # at the end of a round
 
     def __init__(
         self,
@@ -106,8 +107,8 @@ class LocalSGD(Algorithm):
             self._gradients.attach(module, optimizers, comm, warn, inform)
         self._begin_first_round()
 
-    def _end_warm_up(self) -> None:
-        self._gradients.detach()
+    def _end_warm_up(self, *, wait: bool = True) -> None:
+        self._gradients.detach(wait=wait)
         self._gradients = Algorithm()
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -120,8 +121,7 @@ class LocalSGD(Algorithm):
         self._gradients.set_optimizers(optimizers)
 
     def detach(self, *, wait: bool = True) -> None:
-        self._gradients.detach(wait=wait)
-        self._gradients = Algorithm()
+        self._end_warm_up(wait=wait)
         # what is in place stays
         self._own, self._shown, self._apart, self._optimizers = {}, [], {}, ()
 
@@ -232,7 +232,8 @@ class LocalSGD(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """The position in the round, and every rank's own parameters and optimizer state."""
         ranks = []
-        if self._may_differ:
+        # the same answer on every rank
+        if self.num_steps > self.warmup_steps or not self.steps_together:
             names = {param: name for name, param in self._module.named_parameters()}
             params = self._parameters() if self.steps_of_round else ()
             own = {names[param]: self._own.get(param, param) for param in params}
@@ -266,11 +267,6 @@ class LocalSGD(Algorithm):
     def _schedule(self) -> dict[str, int]:
         """The settings that say where rounds end."""
         return {"every": self.every, "warmup_steps": self.warmup_steps}
-
-    @property
-    def _may_differ(self) -> bool:
-        """Whether each rank may have a state of its own; the same answer on every rank."""
-        return self.num_steps > self.warmup_steps
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         comm = self._comm
@@ -330,10 +326,7 @@ class LocalSGD(Algorithm):
 
     def _rounds(self) -> str:
         return (
-            f"each rank steps by itself, and {self._exchange()} every {self.every} steps. "
+            f"each rank steps by itself, and {self._exchange} every {self.every} steps. "
             "Evaluations, checkpoints and the end of the training see the average of the ranks' "
             "parameters"
         )
-
-    def _exchange(self) -> str:
-        return "parameters are averaged"

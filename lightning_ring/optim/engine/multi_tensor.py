@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, flat, norm_dtype
-from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers, Tensors
+from lightning_ring.optim.engine.rule import Rule, Scalars, States, StepNumbers, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
 # where torch's kernels leave no temporaries: each call costs more than a longer piece
@@ -35,7 +35,7 @@ class Piece:
     rows: list[int]
     weights: Tensors
     grads: Tensors
-    states: list[Tensors]
+    states: States
     directions: Tensors | None = None
 
     def split(self, size: int) -> list[Piece]:
@@ -158,14 +158,12 @@ class MultiTensorRun:
             torch._foreach_copy_(piece.weights, w)
 
     def _torch_moves(self, piece: Piece, h: Scalars) -> bool:
-        if len(piece.rows) > 1:
+        if len(piece.rows) > 1 or piece.directions is not None:
             return False
-        (w,), (g,) = piece.weights, piece.grads
-        x = None if piece.directions is None else piece.directions[0]
-        if not self._rule.torch_move(w, g, x, [state[0] for state in piece.states], h):
-            return False
-        torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
-        return True
+        moved = self._rule.torch_move(piece.weights, piece.grads, piece.states, h)
+        if moved:
+            torch.autograd.graph.increment_version(piece.weights)  # fused SGD leaves it out
+        return moved
 
     def _cut(self, rows: Sequence[int]) -> list[Piece]:
         """Pieces of one tensor longer than ``together``, or of several tensors of at most so many
@@ -180,7 +178,7 @@ class MultiTensorRun:
         groups = [[row] for row in rows] if self._plain else _together(rows, sizes, together)
         pieces: list[Piece] = []
         for group in groups:
-            views: list[Tensors] = [[column[row] for row in group] for column in self._columns]
+            views: States = [[column[row] for row in group] for column in self._columns]
             piece = Piece(group, views[0], views[1], views[2:])
             is_cut = sizes[group[0]] > together and not self._plain
             pieces += piece.split(size) if is_cut else [piece]

@@ -91,9 +91,11 @@ class ParameterList:
             self.steps = torch.zeros(count, device=self.device if steps_on_device else "cpu")
             self.step_views = list(self.steps.unbind())
 
-    def places(self, part: ParameterBatch, device: torch.device) -> slice | Tensor:
-        """Where the parameters of ``part`` stand in this list, to index tensors on ``device``."""
-        positions = part.positions
+    def places(self, part: ParameterBatch, device: torch.device | None = None) -> slice | Tensor:
+        """Where the parameters of ``part`` stand in this list, to index tensors on ``device``
+        (`None`: that of the list).
+        """
+        positions, device = part.positions, device or self.device
         if len(positions) == len(self.params):
             return slice(None)
         key = "places", device, tuple(positions)

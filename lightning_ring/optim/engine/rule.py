@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_ring.host.accelerator import send
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
+States = list[Tensors]  # in the order of `Rule.state_names`
 Scale = float | list[float] | list[Tensor]
 # named numbers: vectors over parameters, or a `Scale` each
 Scalars = SimpleNamespace
@@ -38,10 +39,9 @@ class Rule:
     kernels: str
 
     @staticmethod
-    def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
-        """The numbers of the other methods, from the groups' hyper-parameters.
-
-        ``step`` is 1 at the first step; ``grad_scale`` holds sign and clipping.
+    def scalars(h: Scalars) -> Scalars:
+        """Further numbers of the other methods, from the groups' hyper-parameters, ``step`` (1 at
+        the first one) and ``grad_scale`` (of sign and clipping).
         """
         raise NotImplementedError
 
@@ -56,31 +56,29 @@ class Rule:
         raise NotImplementedError
 
     @staticmethod
-    def accumulate(g: Tensors, state: list[Tensors], h: Scalars) -> None:
+    def accumulate(g: Tensors, state: States, h: Scalars) -> None:
         """Bring the state that `direction` needs up to date, in place."""
 
     @staticmethod
-    def direction(w: Tensors, g: Tensors, state: list[Tensors], h: Scalars) -> Tensors:
+    def direction(w: Tensors, g: Tensors, state: States, h: Scalars) -> Tensors:
         """The tensors whose norms the trust ratio compares with those of ``w``."""
         raise NotImplementedError
 
     @staticmethod
-    def move(w: Tensors, g: Tensors, x: Tensors, state: list[Tensors], h: Scalars) -> None:
+    def move(w: Tensors, g: Tensors, x: Tensors, state: States, h: Scalars) -> None:
         """Change weights and state in place; ``x`` is the `direction`."""
         raise NotImplementedError
 
     @staticmethod
-    def torch_directions(
-        w: Tensors, g: Tensors, state: list[Tensors], h: Scalars
-    ) -> Tensors | None:
+    def torch_directions(w: Tensors, g: Tensors, state: States, h: Scalars) -> Tensors | None:
         """`accumulate` and `direction` by a fused kernel of torch for 1-D CPU tensors of one dtype;
         None, with nothing done, if none fits.
         """
         return None
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: list[Tensor], h: Scalars) -> bool:
-        """`move` of one tensor, likewise; ``x`` if it was kept. False, with nothing done, if none
+    def torch_move(w: Tensors, g: Tensors, state: States, h: Scalars) -> bool:
+        """`move` of one tensor, likewise, without its direction. False, with nothing done, if none
         fits.
         """
         return False
@@ -95,7 +93,8 @@ def add_(tensors: Tensors, others: Tensors, scale: Scale, sign: float = 1.0) -> 
 
 
 class StepNumbers:
-    """The numbers of the parameters of one batch: `Rule.scalars` and ``adapt``, then the rates too.
+    """The numbers of the parameters of one batch: hyper-parameters ``h``, `Rule.scalars`, and then
+    the rates.
 
     Gradients are divided by ``clip`` unless it is None. Numbers that the CPU knows are floats here,
     and reach ``device`` in one copy.
@@ -111,10 +110,11 @@ class StepNumbers:
     ) -> None:
         self._rule = rule
         place = h.lr.device
-        step = None if step is None else send(step.double(), place)
-        grad_scale = 1 - 2 * h.maximize
-        scalars = vars(rule.scalars(h, step, grad_scale if clip is None else grad_scale / clip))
-        scalars["adapt"] = h.adapt
+        if step is not None:
+            h.step = send(step.double(), place)
+        sign = 1 - 2 * h.maximize
+        h.grad_scale = sign if clip is None else sign / clip
+        scalars = vars(h) | vars(rule.scalars(h))
         self._lists = {name: _as_list(vector) for name, vector in scalars.items()}
         self._uniform = {
             name

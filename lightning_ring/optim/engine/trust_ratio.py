@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_ring.optim.engine.fused import FusedRun
+from lightning_ring.optim.engine.multi_tensor import MultiTensorRun, grad_square_sum
 from lightning_ring.optim.engine.options import (
     RunOptions,
     check_options,
@@ -30,9 +32,8 @@ from lightning_ring.optim.engine.parameter_list import (
     parameter_names,
     signature,
 )
-from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers
 from lightning_ring.optim.engine.sent_tables import SentTables
-from lightning_ring.optim.engine.update import NormAllReduce, update
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
 
@@ -81,7 +82,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
         options: RunOptions,
     ) -> None:
         self.options = options
-        self.norm_all_reduce: NormAllReduce | None = None
+        self.norm_all_reduce: Callable[[Tensor], Tensor | None] | None = None
         self._forget_caches()
         self.skipped_steps = 0
         super().__init__(params, defaults)
@@ -173,11 +174,63 @@ class TrustRatioOptimizer(Optimizer, Rule):
         listed = self._current_list()
         parts = self._batches(listed)
         if parts or self.norm_all_reduce is not None:
-            numbers = [self.hyperparameters(group) for group in self.param_groups]
-            all_reduce = self.norm_all_reduce
-            taken = update(type(self), numbers, listed, parts, self.options, all_reduce)
-            self.skipped_steps += not taken
+            self.skipped_steps += not self._update(listed, parts)
         return loss
+
+    def _update(self, listed: ParameterList, parts: list[ParameterBatch]) -> bool:
+        """Take one step; returns whether it was taken: not where ``skip_nonfinite`` found a NaN or
+        an infinity.
+        """
+        options, over_ranks, clip = self.options, self.norm_all_reduce is not None, None
+        if options.max_grad_norm is not None or options.skip_nonfinite:
+            squares = listed.ratios.new_zeros(1)
+            for part in parts:
+                squares += grad_square_sum(part).to(listed.device)
+            # Of all ranks together. It is finite where all gradients are.
+            grad_norm = self._sum_over_ranks(squares)[0].sqrt()
+            if options.skip_nonfinite and not grad_norm.isfinite():
+                return False
+            if options.max_grad_norm is not None:
+                clip = (grad_norm / options.max_grad_norm).clamp(min=1)
+        runs = [(self._begin(listed, part, clip), listed.places(part)) for part in parts]
+        if over_ranks:
+            sums = listed.ratios.new_zeros(2, len(listed.params))
+            for run, places in runs:
+                run.measure()
+                sums[:, places] = run.sums.to(sums)
+            sums = self._sum_over_ranks(sums.view(-1)).view_as(sums)
+            for run, places in runs:
+                run.sums = sums[:, places].contiguous().to(run.sums)
+        for run, places in runs:
+            ratios = run.move(measured=over_ranks)
+            if ratios.data_ptr() != listed.ratios.data_ptr():  # else kernels have written there
+                listed.ratios[places] = ratios.to(listed.ratios)
+        return True
+
+    def _begin(
+        self, listed: ParameterList, part: ParameterBatch, clip: Tensor | None
+    ) -> FusedRun | MultiTensorRun:
+        """Count one step of the parameters of ``part``; returns the run that takes it."""
+        rule, step, device = type(self), None, part.kind.device
+        if listed.steps is not None:
+            places = listed.places(part, listed.steps.device)
+            listed.steps[places] += 1
+            step = listed.steps[places]
+        clip = None if clip is None else clip.to(device)
+        is_fused = part.kind.way == "fused"
+        on_device = is_fused or clip is not None or self.options.capturable
+        place = device if on_device else torch.device("cpu")
+        numbers = [self.hyperparameters(group) for group in self.param_groups]
+        hyper, groups = listed.hyper_table(numbers, place), listed.groups_of(part, place)
+        if is_fused:
+            ratios = listed.ratios[listed.places(part)].to(device)
+            return FusedRun(rule, part, listed.tables, groups, hyper, step, clip, ratios)
+        h = dict(zip(numbers[0], hyper.index_select(0, groups).unbind(1), strict=True))
+        return MultiTensorRun(rule, part, StepNumbers(rule, Scalars(**h), step, clip, device))
+
+    def _sum_over_ranks(self, vector: Tensor) -> Tensor:
+        summed = None if self.norm_all_reduce is None else self.norm_all_reduce(vector)
+        return vector if summed is None else summed
 
     def _current_list(self) -> ParameterList:
         if self._parameter_list is None or not self._parameter_list.fits(self.param_groups):
@@ -211,7 +264,12 @@ class TrustRatioOptimizer(Optimizer, Rule):
             if grad is None:
                 continue
             if grad.layout is not torch.strided or grad.is_complex():
-                self._refuse_gradient(position, grad)
+                name = list(parameter_names(self.param_groups))[position]
+                found = grad.dtype if grad.is_complex() else f"sparse ({grad.layout})"
+                raise RuntimeError(
+                    f"{type(self).__name__}: the gradient of {name} is {found}, expected dense "
+                    "real floats; pass real parameters, and sparse=False to nn.Embedding"
+                )
             weight, states = self._tensors_of(listed, position, param)
             is_flat = lie_alike((param, grad, weight, *states))
             kind = TensorKind(
@@ -249,14 +307,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 view.copy_(torch.as_tensor(state["step"]))
             state["step"] = view
         return weight, tuple([state[name] for name in self.state_names])
-
-    def _refuse_gradient(self, position: int, grad: Tensor) -> None:
-        name = list(parameter_names(self.param_groups))[position]
-        found = grad.dtype if grad.is_complex() else f"sparse ({grad.layout})"
-        raise RuntimeError(
-            f"{type(self).__name__}: the gradient of {name} is {found}, expected dense real "
-            "floats; pass real parameters, and sparse=False to nn.Embedding"
-        )
 
     # -- saving and loading
 
