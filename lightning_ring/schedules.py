@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -56,7 +55,7 @@ def gradual_warmup(
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
     # 1, without a step
-    return _Schedule.of(warmup, start_factor, steps_per_epoch, partial(_staircase, (), 1.0))
+    return _warmed_up(warmup, start_factor, steps_per_epoch, partial(_staircase, (), 1.0))
 
 
 def warmup_multistep(
@@ -80,14 +79,12 @@ def warmup_multistep(
         (1.0, 0.1)
     """
     steps = tuple(milestone * steps_per_epoch for milestone in milestones)
-    schedule = _Schedule.of(
-        warmup, start_factor, steps_per_epoch, partial(_staircase, steps, gamma)
-    )
+    schedule = _warmed_up(warmup, start_factor, steps_per_epoch, partial(_staircase, steps, gamma))
     if not steps or any(later <= earlier for earlier, later in pairwise(steps)):
         raise ValueError(
             f"milestones={list(milestones)}, expected increasing numbers, at least one"
         )
-    if steps[0] <= schedule.warmup:
+    if milestones[0] <= warmup:
         raise ValueError(f"the first milestone {milestones[0]} lies within the warm-up of {warmup}")
     _require("gamma", gamma, 0 < gamma <= 1, "in (0, 1]")
     return schedule
@@ -140,29 +137,20 @@ def warmup_poly(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Schedule:
-    """``warmup`` steps up a straight line, then ``decay``, a function of the step too. Made of
-    parts that pickle.
-    """
+def _warmed_up(
+    warmup: float, start_factor: float, steps_per_epoch: float, decay: Schedule
+) -> Schedule:
+    """Warm-up, then ``decay``, a function of the step too. Made of parts that pickle."""
+    _require("warmup", warmup, warmup >= 0, ">= 0")
+    _require("start_factor", start_factor, 0 <= start_factor <= 1, "in [0, 1]")
+    _require("steps_per_epoch", steps_per_epoch, steps_per_epoch > 0, "> 0")
+    return partial(_rising, warmup * steps_per_epoch, start_factor, decay)
 
-    warmup: float
-    start_factor: float
-    decay: Callable[[float], float]
 
-    @staticmethod
-    def of(
-        warmup: float, start_factor: float, steps_per_epoch: float, decay: Callable[[float], float]
-    ) -> _Schedule:
-        _require("warmup", warmup, warmup >= 0, ">= 0")
-        _require("start_factor", start_factor, 0 <= start_factor <= 1, "in [0, 1]")
-        _require("steps_per_epoch", steps_per_epoch, steps_per_epoch > 0, "> 0")
-        return _Schedule(warmup * steps_per_epoch, start_factor, decay)
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup:
-            return self.start_factor + (1 - self.start_factor) * step / self.warmup
-        return self.decay(step)
+def _rising(warmup: float, start_factor: float, decay: Schedule, step: int) -> float:
+    if step < warmup:
+        return start_factor + (1 - start_factor) * step / warmup
+    return decay(step)
 
 
 def _decaying(
@@ -175,7 +163,7 @@ def _decaying(
 ) -> Schedule:
     """Warm-up, then ``shape`` of the progress (0 to 1) between 1 and ``end_factor``."""
     start, end = warmup * steps_per_epoch, total * steps_per_epoch
-    schedule = _Schedule.of(
+    schedule = _warmed_up(
         warmup, start_factor, steps_per_epoch, partial(_down_to, shape, start, end, end_factor)
     )
     _require("end_factor", end_factor, 0 <= end_factor <= 1, "in [0, 1]")

@@ -7,8 +7,8 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
@@ -50,12 +50,12 @@ class Averaging(Algorithm):
         shards: bool = False,
         on_new_parameters: Callable[[], None] | None = None,
     ) -> None:
-        check_wire("Sharded" if shards else "Averaging", bucket_cap_mb, compression, shards=shards)
+        name = "Sharded" if shards else "Averaging"
+        self._compression = check_wire(name, bucket_cap_mb, compression, shards=shards)
         self.reducer: Reducer | None = None
         self._names: list[list[str]] = []  # of the parameters in each bucket, once they are gone
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
-        self._compression = compression
         self._shards = shards
         self._on_new_parameters = on_new_parameters
         self._compressor: Compressor | None = None
@@ -76,10 +76,7 @@ class Averaging(Algorithm):
     ) -> None:
         self._module, self._comm = module, comm
         # a new one, without the residual of an earlier training
-        chosen = self._compression
-        self._compressor = (
-            COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
-        )
+        self._compressor = copy.deepcopy(self._compression)
         # not a subclass's, which needs what follows
         Averaging.set_optimizers(self, optimizers)
         device = next((param.device.type for param in module.parameters()), "cpu")
@@ -108,12 +105,10 @@ class Averaging(Algorithm):
         self._optimizers = ()
 
     def refusal_of_deaths(self) -> str:
-        chosen = self._compression
-        compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else chosen
-        if isinstance(compressor, ErrorFeedback):
+        if isinstance(self._compression, ErrorFeedback):
             return (
-                f"compression {compressor.name!r} keeps each rank's rounding errors, which would "
-                "die with it"
+                f"compression {self._compression.name!r} keeps each rank's rounding errors, which "
+                "would die with it"
             )
         return ""
 
@@ -163,16 +158,11 @@ class Averaging(Algorithm):
         if self.steps_tracked_parameters(optimizer):
             check_outside_backward(optimizer)
             self._training.finish()
-        if not has_closure:
-            params = params_of(optimizer)
-            self._training.check_reduced(params)
-            self._check_tracked(params)
-
-    def _check_tracked(self, params: Sequence[Parameter]) -> None:
-        """Raise `RingError` if one of ``params`` got its gradient before it was in a bucket.
-
-        The backward of a plain loop cannot look for new parameters first.
-        """
+        if has_closure:
+            return
+        params = params_of(optimizer)
+        self._training.check_reduced(params)
+        # The backward of a plain loop cannot look for new parameters first.
         trained = (param for param in params if param.grad is not None and param.requires_grad)
         late = {param for param in trained if not self._training.is_tracked(param)}
         for name, param in self._module.named_parameters() if late else ():
@@ -218,8 +208,8 @@ class Averaging(Algorithm):
         saved = state["state"] if state.get("compressor") == compressor.name else {}
         if "errors" in saved and not isinstance(compressor, ErrorFeedback):
             saved = {}
-        rank, world_size = self._comm.rank, self._comm.world_size
-        return compressor.load_state_dict(saved, rank, world_size) or ""
+        comm = self._comm
+        return compressor.load_state_dict(saved, comm.rank, comm.world_size) or ""
 
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked
@@ -239,13 +229,6 @@ class Averaging(Algorithm):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Buckets:
-    """All that the compiler reads of a DistributedDataParallel."""
-
-    bucket_bytes_cap: int
-
-
 @contextmanager
 def split_at_buckets(cap_mb: float) -> Iterator[None]:
     """Graphs compiled inside are split at buckets of ``cap_mb`` MiB, which then leave while
@@ -257,8 +240,9 @@ def split_at_buckets(cap_mb: float) -> Iterator[None]:
     ``bucket_bytes_cap``. ``torch._dynamo.config.optimize_ddp = False`` turns that off. It takes no
     cap below its first bucket's, which is 1 MiB, as here.
     """
-    buckets = _Buckets(int(max(cap_mb, FIRST_BUCKET_MB) * 2**20))
-    DistributedDataParallel._active_ddp_module = cast(Any, buckets)
+    cap = int(max(cap_mb, FIRST_BUCKET_MB) * 2**20)
+    active: Any = SimpleNamespace(bucket_bytes_cap=cap)  # all that the compiler reads of one
+    DistributedDataParallel._active_ddp_module = active
     try:
         yield
     finally:
@@ -272,8 +256,12 @@ def check_wire(
     compression: Any,
     *,
     shards: bool = False,
-) -> None:
-    """Raise `ConfigurationError` if gradients cannot travel in such buckets, or so compressed."""
+) -> Compressor | None:
+    """The compressor of this name, or as it is given.
+
+    Raises:
+        ConfigurationError: Gradients cannot travel in such buckets, or so compressed.
+    """
     number = type(bucket_cap_mb) in (int, float) and 0 < bucket_cap_mb < math.inf
     if bucket_cap_mb is not None and not number:
         raise ConfigurationError(
@@ -284,7 +272,7 @@ def check_wire(
     if isinstance(compression, str) and compression in COMPRESSORS:
         compressor = COMPRESSORS[compression].build()
     if compressor is None:
-        return
+        return None
     if not isinstance(compressor, Compressor):
         names = ", ".join(map(repr, COMPRESSORS))
         raise ConfigurationError(
@@ -296,3 +284,4 @@ def check_wire(
             f"{caller} got compression={compression!r}, which cannot leave each rank its shard of "
             "a sum. Use 'bf16', 'int8' or None, or strategy='ring'."
         )
+    return compressor

@@ -28,18 +28,16 @@ class StepHooks:
     middle of a training.
     """
 
-    def __init__(self, algorithm: Any) -> None:
-        self._algorithm = algorithm  # or what surrounds one, with these two methods
+    def __init__(self, algorithm: Any) -> None:  # or what surrounds one, with two of its methods
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            algorithm.before_step(optimizer, has_closure=closure_of(args, kwargs) is not None)
+
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(
+                lambda optimizer, *_: algorithm.after_step(optimizer)
+            ),
         ]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._algorithm.before_step(optimizer, has_closure=closure_of(args, kwargs) is not None)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._algorithm.after_step(optimizer)
 
     def remove(self) -> None:
         for handle in self._handles:

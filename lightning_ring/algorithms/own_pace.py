@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -21,21 +20,21 @@ _ALIGNMENT = 16  # bytes: a view of any dtype may begin there
 
 
 class ParameterPart(NamedTuple):
-    """Some of the parameters by number, and where each begins in a message of bytes."""
+    """Some of the parameters by number, one after another in a message of bytes."""
 
     indices: Sequence[int] = ()
-    offsets: Sequence[int] = ()
     nbytes: int = 0
 
     def views(self, message: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
         """The memory of each parameter in the uint8 ``message``, with its shape; ``params`` are
         all of them.
         """
-        views = []
-        for index, offset in zip(self.indices, self.offsets, strict=True):
+        views, offset = [], 0
+        for index in self.indices:
             param = params[index]
             memory = message[offset : offset + param.nbytes]
             views.append(memory.view(param.dtype).view(param.shape))
+            offset += _aligned_bytes(param)
         return views
 
 
@@ -45,14 +44,16 @@ def parts_of(params: Sequence[Tensor], num_parts: int) -> list[ParameterPart]:
     """
     count = min(num_parts, len(params))
     indices: list[list[int]] = [[] for _ in range(count)]
-    offsets: list[list[int]] = [[] for _ in range(count)]
     ends = [0] * count
     for index in sorted(range(len(params)), key=lambda index: -params[index].nbytes):
         part = ends.index(min(ends))
         indices[part].append(index)
-        offsets[part].append(ends[part])
-        ends[part] += -(-params[index].nbytes // _ALIGNMENT) * _ALIGNMENT
-    return [ParameterPart(*part) for part in zip(indices, offsets, ends, strict=True)]
+        ends[part] += _aligned_bytes(params[index])
+    return [ParameterPart(*part) for part in zip(indices, ends, strict=True)]
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def check_same_parameters(
@@ -88,6 +89,5 @@ def meet_to_stop(comm: Communicator) -> bool:
 
 
 def _all_want(what: int, comm: Communicator) -> list[int]:
-    return [
-        int(other) for other in unrecorded(comm).all_gather(torch.tensor([what]), name="meeting")
-    ]
+    wanted: list[int] = unrecorded(comm).all_gather_object(what, name="meeting")
+    return wanted

@@ -26,13 +26,12 @@ def exclude_bias_and_norm(module: nn.Module, weight_decay: float) -> list[dict[s
         is_norm = any("norm" in kind.__name__.lower() for kind in type(part).__mro__)
         # Only the leaf of a norm-like class: a container called "NormedBlock" must not exclude its
         # own convolutions.
-        for name, param in part.named_parameters(recurse=False):
+        for name, param in part.named_parameters(module_name, recurse=False):
             if param in seen:
                 continue
             seen.add(param)
-            is_bias = name == "bias" or name.endswith("_bias")
-            full_name = f"{module_name}.{name}" if module_name else name
-            (excluded if is_norm or is_bias else decayed).append((full_name, param))
+            is_bias = f".{name}".endswith((".bias", "_bias"))
+            (excluded if is_norm or is_bias else decayed).append((name, param))
     if not seen:
         raise ValueError(f"{type(module).__name__} has no parameters to optimize")
     groups: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.engine.options import RunOptions, require, require_number
-from lightning_ring.optim.engine.rule import Scalars, Tensors, add_
+from lightning_ring.optim.engine.rule import Scalars, States, Tensors, add_
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
 
 JUST_BELOW_1 = math.nextafter(1.0, 0.0)
@@ -88,7 +88,7 @@ class LAMB(TrustRatioOptimizer):
             "adapt": adapt,
         }
         if max_grad_norm is not None:
-            require_number("max_grad_norm", max_grad_norm, above=0)
+            require_number("max_grad_norm", max_grad_norm, positive=True)
         options = RunOptions(
             foreach, fused, capturable, skip_nonfinite, master_weights, max_grad_norm
         )
@@ -96,46 +96,36 @@ class LAMB(TrustRatioOptimizer):
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
-        require_number("lr", group["lr"], low=0)
         betas = group["betas"]
         require(
             isinstance(betas, (tuple, list)) and len(betas) == 2,
             f"betas={betas!r}, expected two numbers",
         )
         for i, beta in enumerate(betas):
-            require_number(f"betas[{i}]", beta, low=0, below=1)
-        require_number("eps", group["eps"], low=0)
-        require_number("weight_decay", group["weight_decay"], low=0)
+            require_number(f"betas[{i}]", beta, below=1)
         if group["trust_clip"] is not None:
-            require_number("trust_clip", group["trust_clip"], above=0)
+            require_number("trust_clip", group["trust_clip"], positive=True)
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         found = super().hyperparameters(group)
-        (beta1, beta2), clip = found.pop("betas"), found.pop("trust_clip")
-        clip = float("inf") if clip is None else clip
-        return found | {"beta1": beta1, "beta2": beta2, "trust_clip": clip}
+        found["beta1"], found["beta2"] = found.pop("betas")
+        clip = found.pop("trust_clip")
+        found["trust_clip"] = math.inf if clip is None else clip
+        return found
 
     @staticmethod
-    def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
-        assert step is not None
+    def scalars(h: Scalars) -> Scalars:
         # 1 - beta ** inf = 1
-        correction_step = torch.where(h.bias_correction != 0, step, torch.inf)
+        correction_step = torch.where(h.bias_correction != 0, h.step, torch.inf)
         correction1 = 1 - h.beta1**correction_step
         correction2 = 1 - h.beta2**correction_step
         # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) * c1 / sqrt(c2) + c1 * eps): fewer sweeps
         # over memory.
         return Scalars(
-            beta1=h.beta1,
-            beta2=h.beta2,
-            gain1=(1 - h.beta1) * grad_scale,
-            gain2=(1 - h.beta2) * grad_scale * grad_scale,
+            gain1=(1 - h.beta1) * h.grad_scale,
+            gain2=(1 - h.beta2) * h.grad_scale * h.grad_scale,
             root_scale=correction1 / correction2.sqrt(),
             floor=correction1 * h.eps,
-            decay=h.weight_decay,
-            lr=h.lr,
-            trust_clip=h.trust_clip,
-            grad_scale=grad_scale,
-            eps=h.eps,
             correction_step=correction_step,
         )
 
@@ -148,7 +138,7 @@ class LAMB(TrustRatioOptimizer):
         return Scalars(rate=h.lr * ratio)
 
     @staticmethod
-    def accumulate(g: Tensors, state: list[Tensors], h: Scalars) -> None:
+    def accumulate(g: Tensors, state: States, h: Scalars) -> None:
         m, v = state
         torch._foreach_mul_(m, h.beta1)
         add_(m, g, h.gain1)
@@ -156,72 +146,64 @@ class LAMB(TrustRatioOptimizer):
         torch._foreach_addcmul_(v, torch._foreach_mul(g, h.gain2), g)
 
     @staticmethod
-    def direction(w: Tensors, g: Tensors, state: list[Tensors], h: Scalars) -> Tensors:
+    def direction(w: Tensors, g: Tensors, state: States, h: Scalars) -> Tensors:
         m, v = state
         root = torch._foreach_sqrt(v)
         torch._foreach_mul_(root, h.root_scale)
         torch._foreach_add_(root, h.floor)
         x = torch._foreach_div(m, root)
-        add_(x, w, h.decay)
+        add_(x, w, h.weight_decay)
         return x
 
     @staticmethod
-    def move(w: Tensors, g: Tensors, x: Tensors, state: list[Tensors], h: Scalars) -> None:
+    def move(w: Tensors, g: Tensors, x: Tensors, state: States, h: Scalars) -> None:
         add_(w, x, h.rate, sign=-1)
 
     @staticmethod
-    def torch_directions(
-        w: Tensors, g: Tensors, state: list[Tensors], h: Scalars
-    ) -> Tensors | None:
+    def torch_directions(w: Tensors, g: Tensors, state: States, h: Scalars) -> Tensors | None:
         # Adam's step at learning rate -1 adds its direction to what it takes for the weights.
-        if list in map(type, (h.beta1, h.beta2, h.eps, h.grad_scale, h.decay)):
+        if list in map(type, (h.beta1, h.beta2, h.eps, h.grad_scale, h.weight_decay)):
             return None
-        x = torch._foreach_mul(w, h.decay)
-        if abs(h.grad_scale) != 1:
-            g = torch._foreach_mul(g, abs(h.grad_scale))
-        steps = (
-            h.correction_step
-            if isinstance(h.correction_step, list)
-            else [h.correction_step] * len(w)
-        )
+        x = torch._foreach_mul(w, h.weight_decay)
+        if h.grad_scale != 1:
+            g = torch._foreach_mul(g, h.grad_scale)
+        steps = h.correction_step
+        if isinstance(steps, float):
+            steps = [steps] * len(w)
         torch._fused_adam_(
             x,
             g,
             state[0],
             state[1],
             [],
-            [_as_tensor(step, torch.float32) for step in steps],
+            list(map(_as_tensor, steps)),
             lr=-1.0,
             beta1=h.beta1,
             beta2=h.beta2,
             weight_decay=0.0,
             eps=h.eps,
             amsgrad=False,
-            maximize=h.grad_scale < 0,
+            maximize=False,
         )
         return x
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: list[Tensor], h: Scalars) -> bool:
-        if x is not None:
-            w.add_(x, alpha=-h.rate)
-            return True
-        m, v = state
-        if w.dtype != torch.float32:
+    def torch_move(w: Tensors, g: Tensors, state: States, h: Scalars) -> bool:
+        if w[0].dtype != torch.float32:
             return False
         # One sweep: AdamW's step with betas so near to 1, and gradients of 0, that the state stays
         # as it is to the bit.
         torch._fused_adamw_(
-            [w],
-            [_zeros(w.numel())],
-            [m],
-            [v],
+            w,
+            [_zeros(w[0].numel())],
+            state[0],
+            state[1],
             [],
-            [_as_tensor(torch.inf, torch.float32)],  # no bias correction: 1 - beta ** inf = 1
+            [_as_tensor(math.inf)],  # no bias correction: 1 - beta ** inf = 1
             lr=h.rate / h.root_scale,
             beta1=JUST_BELOW_1,
             beta2=JUST_BELOW_1,
-            weight_decay=h.decay * h.root_scale,
+            weight_decay=h.weight_decay * h.root_scale,
             eps=h.floor / h.root_scale,
             amsgrad=False,
             maximize=False,
@@ -235,5 +217,5 @@ def _zeros(size: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _as_tensor(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(value, dtype=dtype)
+def _as_tensor(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.engine.options import RunOptions, require, require_number
-from lightning_ring.optim.engine.rule import Scalars, Tensors, add_
+from lightning_ring.optim.engine.rule import Scalars, States, Tensors, add_
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
 
 
@@ -90,11 +90,8 @@ class LARS(TrustRatioOptimizer):
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
-        require_number("lr", group["lr"], low=0)
-        require_number("momentum", group["momentum"], low=0, below=1)
-        require_number("weight_decay", group["weight_decay"], low=0)
-        require_number("trust_coefficient", group["trust_coefficient"], above=0)
-        require_number("eps", group["eps"], low=0)
+        require_number("momentum", group["momentum"], below=1)
+        require_number("trust_coefficient", group["trust_coefficient"], positive=True)
         form = group["momentum_form"]
         require(form in ("paper", "torch"), f"momentum_form={form!r}, expected 'paper' or 'torch'")
         require(
@@ -104,26 +101,22 @@ class LARS(TrustRatioOptimizer):
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         found = super().hyperparameters(group)
-        return found | {"lr_inside": found.pop("momentum_form") == "paper"}
+        found["lr_inside"] = found.pop("momentum_form") == "paper"
+        return found
 
     @staticmethod
-    def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
+    def scalars(h: Scalars) -> Scalars:
         inside = h.lr_inside != 0
         outer = torch.where(inside, 1.0, h.lr)
         return Scalars(
-            grad_scale=grad_scale,
-            decay=h.weight_decay,
-            momentum=h.momentum,
             inner=torch.where(inside, h.lr, 1.0),
             ahead=torch.where(h.nesterov != 0, outer * h.momentum, outer),
             straight=torch.where(h.nesterov != 0, outer, 0.0),
-            trust_coefficient=h.trust_coefficient,
-            eps=h.eps,
         )
 
     @staticmethod
     def trust_ratio(w_norm: Tensor, norm: Tensor, h: Scalars) -> Tensor:
-        return h.trust_coefficient * w_norm / (norm + h.decay * w_norm + h.eps)
+        return h.trust_coefficient * w_norm / (norm + h.weight_decay * w_norm + h.eps)
 
     @staticmethod
     def rates(ratio: Tensor, h: Scalars) -> Scalars:
@@ -131,38 +124,33 @@ class LARS(TrustRatioOptimizer):
         return Scalars(gain=gain, beside=h.straight * gain)
 
     @staticmethod
-    def direction(w: Tensors, g: Tensors, state: list[Tensors], h: Scalars) -> Tensors:
-        return torch._foreach_mul(g, h.grad_scale)
+    def direction(w: Tensors, g: Tensors, state: States, h: Scalars) -> Tensors:
+        # only its norms are looked at
+        is_one = isinstance(h.grad_scale, float) and abs(h.grad_scale) == 1
+        return g if is_one else torch._foreach_mul(g, h.grad_scale)
 
     @staticmethod
-    def move(w: Tensors, g: Tensors, x: Tensors, state: list[Tensors], h: Scalars) -> None:
+    def move(w: Tensors, g: Tensors, x: Tensors, state: States, h: Scalars) -> None:
         (v,) = state
         decayed = torch._foreach_mul(g, h.grad_scale)
-        add_(decayed, w, h.decay)
+        add_(decayed, w, h.weight_decay)
         torch._foreach_mul_(v, h.momentum)
         add_(v, decayed, h.gain)
         add_(w, v, h.ahead, sign=-1)
         add_(w, decayed, h.beside, sign=-1)
 
     @staticmethod
-    def torch_directions(
-        w: Tensors, g: Tensors, state: list[Tensors], h: Scalars
-    ) -> Tensors | None:
-        # only norms are looked at
-        return g if isinstance(h.grad_scale, float) and abs(h.grad_scale) == 1 else None
-
-    @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: list[Tensor], h: Scalars) -> bool:
+    def torch_move(w: Tensors, g: Tensors, state: States, h: Scalars) -> bool:
         # SGD's v = momentum * v + (1 - dampening) * (g + wd * w), w -= lr * v, with gain for 1 -
         # dampening, as far as 1 - (1 - gain) is gain to the precision of the weights.
-        smallest = 1e-2 if w.dtype == torch.float64 else 1e-7
+        smallest = 1e-2 if w[0].dtype == torch.float64 else 1e-7
         if h.beside != 0 or h.momentum == 0 or abs(h.grad_scale) != 1 or not h.gain > smallest:
             return False
         torch._fused_sgd_(
-            [w],
-            [g],
-            state,
-            weight_decay=h.decay,
+            w,
+            g,
+            state[0],
+            weight_decay=h.weight_decay,
             momentum=h.momentum,
             lr=h.ahead,
             dampening=1 - h.gain,

@@ -34,7 +34,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
 
     class Noting(AsynchronousGossip):
         def _answer(self, peer, question):
-            averages.append((peer, self._communicator.rank))
+            averages.append((peer, self._comm.rank))
             return super()._answer(peer, question)
 
     def rank(comm):

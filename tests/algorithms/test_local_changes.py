@@ -137,7 +137,7 @@ def test_a_checkpoint_within_a_round_is_resumed_with_other_settings():
 
     first, second = run_ranks(2, rank)
     (said, start, *_), (said_in_warmup, begun, one, *_), (said_of_rounds, *_) = first
-    assert "this job has {'every': 3" in said
+    assert "this job has 2 ranks and {'every': 3" in said
     assert torch.equal(start, second[0][1])
     assert "'warmup_steps': 7" in said_in_warmup
     assert torch.equal(begun, second[1][1])

@@ -104,6 +104,23 @@ def test_between_ways_to_run(optimizer_class, source, target):
 
 
 @every_optimizer
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()) or optimizer,
+        copy.deepcopy,
+    ],
+    ids=["loaded", "copied"],
+)
+def test_kernels_find_hyperparameters_where_they_were(optimizer_class, again):
+    optimizer = optimizer_class(random_params())
+    expected = list(optimizer.hyperparameters(optimizer.param_groups[0]))
+    for _ in range(2):
+        optimizer = again(optimizer)
+        assert list(optimizer.hyperparameters(optimizer.param_groups[0])) == expected
+
+
+@every_optimizer
 def test_loaded_state_shares_no_memory_with_the_checkpoint(optimizer_class):
     params, others = random_params(), random_params()
     optimizer, other = optimizer_class(params), optimizer_class(others)

@@ -51,6 +51,10 @@ class DiLoCo(LocalSGD):
         )
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
+        self._exchange = (
+            f"an outer step (lr {outer_lr:g}, momentum {outer_momentum:g}) follows their average "
+            "change"
+        )
         self._anchors: dict[Parameter, Tensor] = {}  # θ
         self._velocity: dict[Parameter, Tensor] = {}  # v
 
@@ -77,7 +81,7 @@ class DiLoCo(LocalSGD):
         params: list[Tensor] = [*self._anchors]
         anchors, velocity = [*self._anchors.values()], [*self._velocity.values()]
         change = [*torch._foreach_sub(anchors, params)]
-        average_tensors(change, self._communicator, f"step {self.num_steps}: outer gradients")
+        average_tensors(change, self._comm, f"step {self.num_steps}: outer gradients")
         torch._foreach_mul_(velocity, self.outer_momentum)
         torch._foreach_add_(velocity, change)
         torch._foreach_add_(change, velocity, alpha=self.outer_momentum)
@@ -103,9 +107,3 @@ class DiLoCo(LocalSGD):
                 if (param := params[name]) in tensors:
                     tensors[param].copy_(saved)
         return super().load_state_dict(state)
-
-    def _exchange(self) -> str:
-        return (
-            f"an outer step (lr {self.outer_lr:g}, momentum {self.outer_momentum:g}) follows their "
-            "average change"
-        )

@@ -11,7 +11,6 @@ import itertools
 import math
 import random
 import threading
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.hooks import steps_module
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
 from lightning_ring.algorithms.own_pace import (
-    ParameterPart,
     check_same_parameters,
     meet_for_pause,
     meet_to_stop,
@@ -70,6 +68,11 @@ class AsynchronousGossip(LocalSGD):
         ConfigurationError: ``overlap`` is neither `None` nor a number of steps.
     """
 
+    _exchange = (
+        "while it computes parameters are averaged with those of another rank, which waits for "
+        "nothing,"
+    )
+
     def __init__(self, *, overlap: int | None = 0, seed: int = 0) -> None:
         super().__init__(1)
         if overlap is not None and (type(overlap) is not int or overlap < 0):
@@ -80,26 +83,12 @@ class AsynchronousGossip(LocalSGD):
         self.overlap = overlap
         self.seed = seed
         self.steps_together = False
-        self._consensus_distance: float | None = None
+        self._metrics: dict[str, float] = {}
         self._requests: Requests | None = None
         self._exchange_under_way: Answers | None = None
         self._steps_meanwhile = 0  # since that exchange began
         self._told_to_stop = False
-        self._changing = threading.Lock()  # the memory of x
-        self._listed: Sequence[Parameter] = ()  # all that are trained
-        self._parts: list[ParameterPart] = []
-        self._x: list[Tensor] = []  # x_r, in messages
-        # in the order of the parts
-        self._params: list[Parameter] = []
-        self._views: list[Tensor] = []  # x_r, in the memory of the messages
-        self._copied: list[Tensor] = []  # the copy for which g_r is computed
-        self._asked: list[Tensor] = []  # x_r as it was sent; empty on odd ranks
-        self._turns: dict[int, Iterator[int]] = {}  # the part of the next question of each peer
         self._has_begun = False  # a batch
-
-    def __deepcopy__(self, memo: Any) -> AsynchronousGossip:
-        # of one that trains nothing: a lock has no copy
-        return type(self)(overlap=self.overlap, seed=self.seed)
 
     # -- begin and end
 
@@ -120,21 +109,24 @@ class AsynchronousGossip(LocalSGD):
         if self._requests is not None:
             check_same_parameters(params, self._listed, "AsynchronousGossip")
             return
-        self._listed = list(params)
+        self._changing = threading.RLock()  # the memory of x
+        self._listed: list[Parameter] = params  # all that are trained
         self._parts = parts_of(params, num_gossip_parts(sum(param.nbytes for param in params)))
+        # in the order of the parts
         self._params = [params[index] for part in self._parts for index in part.indices]
-        self._turns = {
-            peer: itertools.cycle(range(len(self._parts)))
-            for peer in range(self._communicator.world_size)
+        self._turns = {  # the part of the next question of each peer
+            peer: itertools.cycle(range(len(self._parts))) for peer in range(self._comm.world_size)
         }
+        # x_r, in messages
         self._x = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in self._parts]
         pairs = zip(self._parts, self._x, strict=True)
         self._views = [view for part, x in pairs for view in part.views(x, params)]
         with torch.no_grad():
             torch._foreach_copy_(self._views, self._on_host())
-        self._copied = [view.clone() for view in self._views]
-        self._asked = [torch.empty_like(x) for x in self._x if self._asks]
-        self._requests = unrecorded(self._communicator).open_requests(self._answer)
+        self._copied = [view.clone() for view in self._views]  # for which g_r is computed
+        # x_r as it was sent, on even ranks
+        self._asked = [torch.empty_like(x) for x in self._x if self._comm.rank % 2 == 0]
+        self._requests = unrecorded(self._comm).open_requests(self._answer)
         self._requests.start()
 
     def _end_requests(self, *, wait: bool = True) -> None:
@@ -155,14 +147,10 @@ class AsynchronousGossip(LocalSGD):
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
         super().begin_batch(active_ranks)
-        if self._communicator.world_size == 1:
+        if self._comm.world_size == 1:
             return
         self._has_begun = True
         self._answer_others()
-
-    @property
-    def _asks(self) -> bool:
-        return self._communicator.rank % 2 == 0
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
@@ -178,15 +166,15 @@ class AsynchronousGossip(LocalSGD):
             self._finish_exchange()
         self._add_step()
         self._steps_meanwhile += 1
-        if self._asks:
+        if self._asked:
             self._begin_exchange()
 
     def show_averages(self) -> None:
-        if self._communicator.world_size == 1:
+        if self._comm.world_size == 1:
             return
         self._answer_others()  # this rank may have had no batch, and the others ask it
         self._finish_exchange()
-        if not meet_for_pause(self._communicator, after_steps=self._has_begun and not self._own):
+        if not meet_for_pause(self._comm, after_steps=self._has_begun and not self._own):
             return
         self._hide_averages()  # where this rank alone has taken no step
         self._add_step()  # of length 0: the parameters become x
@@ -199,17 +187,16 @@ class AsynchronousGossip(LocalSGD):
             for param, own in self._own.items()
         ]
         mean = torch.stack(squares).sum().view(1).cpu()
-        comm = unrecorded(self._communicator)
+        comm = unrecorded(self._comm)
         comm.all_reduce_(mean, op=ReduceOp.AVG, name="consensus distance").wait()
-        self._consensus_distance = math.sqrt(mean.item())
+        self._metrics["consensus_distance"] = math.sqrt(mean.item())
 
     def metrics(self) -> dict[str, float]:
-        distance = self._consensus_distance
-        return {} if distance is None else {"consensus_distance": distance}
+        return self._metrics
 
     def _begin_exchange(self) -> None:
         """Unless the last one is still under way."""
-        comm, under_way = self._communicator, self._exchange_under_way
+        comm, under_way = self._comm, self._exchange_under_way
         assert self._requests is not None
         if under_way is not None and not under_way.done():
             self._requests.check()  # nobody waits, and would be told of a failed rank
@@ -221,7 +208,9 @@ class AsynchronousGossip(LocalSGD):
         torch._foreach_copy_(self._asked, self._x)  # which nobody else changes now
         name = f"step {self.num_steps + 1}: average with rank {chosen}"
         self._exchange_under_way = self._requests.ask(
-            {chosen: self._asked}, name, self._average_with
+            {chosen: self._asked},
+            name,
+            lambda peer, index, theirs: self._average_part(index, theirs, self._asked[index]),
         )
         self._steps_meanwhile = 0
 
@@ -258,10 +247,6 @@ class AsynchronousGossip(LocalSGD):
             self._average_part(index, question, before)
         return before
 
-    def _average_with(self, peer: int, index: int, theirs: Tensor) -> None:
-        with self._changing:
-            self._average_part(index, theirs, self._asked[index])
-
     @torch.no_grad()
     def _average_part(self, index: int, theirs: Tensor, ours: Tensor) -> None:
         """Move a part of x by half of the way from ``ours`` to ``theirs``, in whose place the
@@ -270,29 +255,18 @@ class AsynchronousGossip(LocalSGD):
         part = self._parts[index]
         way = part.views(theirs, self._listed)
         torch._foreach_sub_(way, part.views(ours, self._listed))
-        torch._foreach_add_(part.views(self._x[index], self._listed), way, alpha=0.5)
+        with self._changing:
+            torch._foreach_add_(part.views(self._x[index], self._listed), way, alpha=0.5)
 
     # -- requests to stop
 
     def agreed_to_stop(self) -> bool:
         if self._requests is None:
             return False
-        comm = self._communicator
+        comm = self._comm
         if self._asked_to_stop and not self._told_to_stop:
-            others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-            self._requests.ask(dict.fromkeys(others, (_STOP,)), "a request to stop").wait()
-            self._told_to_stop = True
-        if not self._told_to_stop or not meet_to_stop(comm):
-            return False
-        self._told_to_stop = False
-        return True
-
-    @property
-    def _may_differ(self) -> bool:
-        return True  # other ranks may have taken steps
-
-    def _exchange(self) -> str:
-        return (
-            "while it computes parameters are averaged with those of another rank, which waits "
-            "for nothing,"
-        )
+            ranks = range(comm.world_size)  # this one too
+            self._requests.ask(dict.fromkeys(ranks, (_STOP,)), "a request to stop").wait()
+        agreed = self._told_to_stop and meet_to_stop(comm)
+        self._told_to_stop &= not agreed
+        return agreed

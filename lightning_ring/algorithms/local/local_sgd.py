@@ -51,6 +51,7 @@ class LocalSGD(Algorithm):
     """
 
     steps_alone: ClassVar[bool] = True
+    _exchange = "parameters are averaged"  # at the end of a round
 
     def __init__(
         self,
@@ -87,7 +88,6 @@ class LocalSGD(Algorithm):
         self._apart: dict[Parameter, None] = {}
         self._asked_to_stop = self._agreed_to_stop = False
         self._optimizers: Sequence[Optimizer] = ()
-        self._comm: Communicator | None = None
 
     # -- begin and end
 
@@ -107,8 +107,8 @@ class LocalSGD(Algorithm):
             self._gradients.attach(module, optimizers, comm, warn, inform)
         self._begin_first_round()
 
-    def _end_warm_up(self) -> None:
-        self._gradients.detach()
+    def _end_warm_up(self, *, wait: bool = True) -> None:
+        self._gradients.detach(wait=wait)
         self._gradients = Algorithm()
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -121,8 +121,7 @@ class LocalSGD(Algorithm):
         self._gradients.set_optimizers(optimizers)
 
     def detach(self, *, wait: bool = True) -> None:
-        self._gradients.detach(wait=wait)
-        self._gradients = Algorithm()
+        self._end_warm_up(wait=wait)
         # what is in place stays
         self._own, self._shown, self._apart, self._optimizers = {}, [], {}, ()
 
@@ -169,14 +168,14 @@ class LocalSGD(Algorithm):
         return max(0, self.num_steps - self.warmup_steps) % self.every
 
     def show_averages(self) -> None:
-        comm = self._communicator
+        comm = self._comm
         if self._own or self.steps_of_round == 0 or comm.world_size == 1:
             return
         self._show(self._parameters(), f"parameters after {self.num_steps} steps")
 
     def _show(self, params: Sequence[Parameter], name: str) -> None:
         self._own = {param: param.detach().clone() for param in params}
-        average_tensors(params, unrecorded(self._communicator), name)
+        average_tensors(params, unrecorded(self._comm), name)
         self._shown = [param.detach().clone() for param in params]
 
     @torch.no_grad()
@@ -203,7 +202,7 @@ class LocalSGD(Algorithm):
     def _end_round(self) -> None:
         stop = torch.tensor([float(self._asked_to_stop)])
         name = f"step {self.num_steps}: requests to stop"
-        average_tensors([stop], unrecorded(self._communicator), name)
+        average_tensors([stop], unrecorded(self._comm), name)
         self._agreed_to_stop |= bool(stop > 0)
         self._average_parameters()
 
@@ -212,9 +211,7 @@ class LocalSGD(Algorithm):
 
     def _average_parameters(self) -> None:
         """Replace the parameters at the end of a round by those of the next round's begin."""
-        average_tensors(
-            self._parameters(), self._communicator, f"step {self.num_steps}: parameters"
-        )
+        average_tensors(self._parameters(), self._comm, f"step {self.num_steps}: parameters")
         self._apart.clear()
 
     def _parameters(self) -> list[Parameter]:
@@ -230,17 +227,13 @@ class LocalSGD(Algorithm):
             if param.requires_grad or param.grad is not None:
                 self._apart[param] = None
 
-    @property
-    def _communicator(self) -> Communicator:
-        assert self._comm is not None, "attach() comes first"
-        return self._comm
-
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the round, and every rank's own parameters and optimizer state."""
         ranks = []
-        if self._may_differ:
+        # the same answer on every rank
+        if self.num_steps > self.warmup_steps or not self.steps_together:
             names = {param: name for name, param in self._module.named_parameters()}
             params = self._parameters() if self.steps_of_round else ()
             own = {names[param]: self._own.get(param, param) for param in params}
@@ -258,7 +251,7 @@ class LocalSGD(Algorithm):
 
         One rank's at a time: the others hold no more than one besides their own.
         """
-        comm, states = unrecorded(self._communicator), []
+        comm, states = unrecorded(self._comm), []
 
         def copied(value: Any) -> Any:
             return comm.read(value.detach()).clone() if isinstance(value, Tensor) else value
@@ -275,14 +268,9 @@ class LocalSGD(Algorithm):
         """The settings that say where rounds end."""
         return {"every": self.every, "warmup_steps": self.warmup_steps}
 
-    @property
-    def _may_differ(self) -> bool:
-        """Whether each rank may have a state of its own; the same answer on every rank."""
-        return self.num_steps > self.warmup_steps
-
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        comm = self._communicator
-        if not state or "num_steps" not in state:
+        comm = self._comm
+        if "num_steps" not in state:
             return (
                 f"the checkpoint holds no state of {type(self).__name__}: its warm-up and its "
                 "first round begin here."
@@ -293,21 +281,18 @@ class LocalSGD(Algorithm):
         of_gradients = state["gradients"]
         problem = self._gradients.load_state_dict(of_gradients) if of_gradients else ""
         self._own, self._shown = {}, []
-        ranks, found, expected = state["ranks"], "", ""
-        if ranks and state["schedule"] != self._schedule:
-            found, expected = f"with {state['schedule']}", f"{self._schedule}"
-        elif ranks and len(ranks) != comm.world_size:
-            found, expected = f"of {len(ranks)} ranks", f"{comm.world_size}"
-        if found:
+        ranks, schedule = state["ranks"], state["schedule"]
+        if not ranks:
+            return problem
+        if (schedule, len(ranks)) != (self._schedule, comm.world_size):
             begun = self.num_steps
             self.num_steps -= self.steps_of_round
             return (
-                f"the checkpoint was written after {begun} steps {found}, and this job has "
-                f"{expected}: every rank goes on from the average of their parameters, with "
-                "rank 0's optimizer state, in a new round."
+                f"the checkpoint was written after {begun} steps of {len(ranks)} ranks with "
+                f"{schedule}, and this job has {comm.world_size} ranks and {self._schedule}: every "
+                "rank goes on from the average of their parameters, with rank 0's optimizer "
+                "state, in a new round."
             )
-        if not ranks:
-            return problem
         saved = ranks[comm.rank]["parameters"]
         params = dict(self._module.named_parameters())
         self._apart = {param: None for name, param in params.items() if name in saved}
@@ -341,10 +326,7 @@ class LocalSGD(Algorithm):
 
     def _rounds(self) -> str:
         return (
-            f"each rank steps by itself, and {self._exchange()} every {self.every} steps. "
+            f"each rank steps by itself, and {self._exchange} every {self.every} steps. "
             "Evaluations, checkpoints and the end of the training see the average of the ranks' "
             "parameters"
         )
-
-    def _exchange(self) -> str:
-        return "parameters are averaged"

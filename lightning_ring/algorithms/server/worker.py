@@ -24,6 +24,7 @@ from lightning_ring.algorithms.server.server import (
     PULL,
     REST,
     TOLD_BYTES,
+    Settings,
     WeightServer,
     settings_of,
 )
@@ -141,13 +142,13 @@ class ParameterServer(Algorithm):
         self.set_optimizers(optimizers)
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if len(optimizers) > 1 or isinstance(next(iter(optimizers), None), LBFGS | SparseAdam):
+        chosen = next(iter(optimizers), None)
+        if len(optimizers) > 1 or isinstance(chosen, LBFGS | SparseAdam):
             found = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise ConfigurationError(
                 f"ParameterServer got the optimizer(s) {found}, and its servers step one optimizer "
                 "with dense gradients. Use one, not LBFGS or SparseAdam, or strategy 'ring'."
             )
-        chosen = optimizers[0] if optimizers else None
         if chosen is not self._optimizer:
             self._end()
             self._optimizer = chosen
@@ -233,12 +234,28 @@ class ParameterServer(Algorithm):
             return
         self.num_steps += 1
         settings = settings_of(optimizer)
-        for rank, part in self._parts.items():
-            memory, tells = self._questions[rank], (settings, self._asked_to_stop)
-            self._questions[rank] = _push(memory, part, self._params, *tells)
+        for rank in self._parts:
+            self._note_gradients(rank, settings)
         told, delay = self._ask(self._questions, f"push and pull of step {self.num_steps}")
         self._told_to_stop |= bool(told)
         self._delays.append(delay)
+
+    @torch.no_grad()
+    def _note_gradients(self, rank: int, settings: Settings) -> None:
+        """Make them the question to the server ``rank``, in the memory of the last one if that is
+        as long.
+        """
+        part, question = self._parts[rank], self._questions[rank]
+        gradients = [self._params[index].grad for index in part.indices]
+        has = [gradient is not None for gradient in gradients]
+        text = sealed.dumps((has, settings, self._asked_to_stop))
+        if question.numel() != part.nbytes + len(text):
+            question = torch.zeros(part.nbytes + len(text), dtype=torch.uint8)
+            self._questions[rank] = question
+        for view, gradient in zip(part.views(question, self._params), gradients, strict=True):
+            if gradient is not None:
+                view.copy_(gradient.to_dense())
+        question[part.nbytes :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def show_averages(self) -> None:
         """Have all ranks go on from the servers' weights."""
@@ -373,19 +390,3 @@ class ParameterServer(Algorithm):
             f" to {self.servers or self._comm.world_size} server(s), which step {when}. "
             "Evaluations, checkpoints and the end of the training see the servers' weights"
         )
-
-
-@torch.no_grad()
-def _push(memory: Tensor, part: ParameterPart, params: Sequence[Parameter], *told: Any) -> Tensor:
-    """The gradients of a ``part`` and what else is ``told`` to its server, in ``memory`` if that
-    is as long.
-    """
-    gradients = [params[index].grad for index in part.indices]
-    text = sealed.dumps(([gradient is not None for gradient in gradients], *told))
-    if memory.numel() != part.nbytes + len(text):
-        memory = torch.zeros(part.nbytes + len(text), dtype=torch.uint8)
-    for view, gradient in zip(part.views(memory, params), gradients, strict=True):
-        if gradient is not None:
-            view.copy_(gradient.to_dense())
-    memory[part.nbytes :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return memory

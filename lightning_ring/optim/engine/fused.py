@@ -53,50 +53,44 @@ class FusedRun:
         self._rule = rule
         self._part = part
         self._ratios = ratios
-        self._kernels = kernels()
         self._chunks, self._first_chunk = chunks_of(part, tables)
         self._pointers = pointers_of(part, tables)
-        rows, device = len(part.weights), part.kind.device
-        self._numbers = torch.empty(rows, self._kernels.COLUMNS, dtype=torch.float64, device=device)
-        self.sums = torch.empty(2, rows, dtype=torch.float64, device=device)
-        self._launch("scalars", groups, hyper, *_steps(step, device), clip, self._numbers)
-
-    def step(self) -> Tensor:
-        """Measure and move; returns the trust ratios."""
-        self.measure()
-        return self.move()
+        self._rows, device = len(part.weights), part.kind.device
+        shape = self._rows, kernels().COLUMNS
+        self._numbers = torch.empty(shape, dtype=torch.float64, device=device)
+        self.sums = torch.empty(2, self._rows, dtype=torch.float64, device=device)
+        numbers = groups, hyper, *_steps(step, device), clip, self._numbers
+        self._launch(f"{rule.kernels}_scalars", self._rows, *numbers, num_warps=1)
 
     def measure(self) -> None:
-        count = len(self._chunks)
+        count, rows = len(self._chunks), self._rows
         sums = torch.empty(count, 2, dtype=torch.float64, device=self.sums.device)
         self._sweep(sums)
-        rows = len(self._numbers)
-        with _on(sums.device):
-            self._kernels.add_up[(rows,)](
-                self._first_chunk, sums, self.sums, rows, BLOCK=128, num_warps=4
-            )
+        places = self._first_chunk, sums, self.sums
+        self._launch("add_up", rows, *places, rows, BLOCK=128, num_warps=4)
 
-    def move(self) -> Tensor:
-        self._launch("rates", self.sums, self._numbers, self._ratios, len(self._numbers))
+    def move(self, *, measured: bool) -> Tensor:
+        """Measure unless that is done, and move; returns the trust ratios."""
+        if not measured:
+            self.measure()
+        rows, numbers = self._rows, (self.sums, self._numbers, self._ratios)
+        self._launch(f"{self._rule.kernels}_rates", rows, *numbers, rows, num_warps=1)
         self._sweep(None)
         torch.autograd.graph.increment_version([*self._part.weights, *self._part.mirrors])
         return self._ratios
 
-    def _launch(self, name: str, *arguments: Any) -> None:
-        """A program for each parameter."""
-        kernel = getattr(self._kernels, f"{self._rule.kernels}_{name}")
-        with _on(self.sums.device):
-            kernel[(len(self._numbers),)](*arguments, num_warps=1)
+    def _launch(self, kernel: str, programs: int, *arguments: Any, **constants: Any) -> None:
+        device = self.sums.device
+        if not programs:
+            return
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            getattr(kernels(), kernel)[(programs,)](*arguments, **constants)
 
     def _sweep(self, sums: Tensor | None) -> None:
         """Measure into ``sums``, or move."""
-        if not len(self._chunks):
-            return
         constants = constants_of(self._rule, self._part.kind, move=sums is None)
-        with _on(self._numbers.device):
-            self._kernels.sweep[(len(self._chunks),)](
-                self._chunks, self._pointers, self._numbers, sums, num_warps=NUM_WARPS, **constants
-            )
+        tables = self._chunks, self._pointers, self._numbers
+        self._launch("sweep", len(self._chunks), *tables, sums, num_warps=NUM_WARPS, **constants)
 
 
 def chunks_of(part: ParameterBatch, tables: SentTables) -> tuple[Tensor, Tensor]:
@@ -131,7 +125,8 @@ def pointers_of(part: ParameterBatch, tables: SentTables) -> Tensor:
     Shape [parameters, tensors + 1].
     """
     # Memory may change without a word to Python (`param.data = ...`), so that each step asks.
-    addresses = [list(map(Tensor.data_ptr, column)) for column in part.columns()]
+    columns = part.columns() + ([part.mirrors] if part.mirrors else [])
+    addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
 
     def make() -> Tensor:
         rows = zip(*addresses, strict=True)
@@ -171,10 +166,6 @@ def _steps(step: Tensor | None, device: torch.device) -> tuple[Tensor | None, fl
         if low == high:
             return None, low
     return send(step, device), None
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache

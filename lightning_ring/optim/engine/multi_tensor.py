@@ -4,7 +4,7 @@ cache. The plain way: one parameter after another, of any layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, flat, norm_dtype
-from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers, Tensors
+from lightning_ring.optim.engine.rule import Rule, Scalars, States, StepNumbers, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
 # where torch's kernels leave no temporaries: each call costs more than a longer piece
@@ -35,25 +35,16 @@ class Piece:
     rows: list[int]
     weights: Tensors
     grads: Tensors
-    states: list[Tensors]
-    mirrors: Tensors
+    states: States
     directions: Tensors | None = None
-
-    @classmethod
-    def of(cls, rows: list[int], columns: Sequence[Tensors], num_states: int) -> Piece:
-        """Of the columns of a `ParameterBatch`."""
-        weights, grads, *rest = columns
-        mirrors = rest[num_states] if len(rest) > num_states else ()
-        return cls(rows, weights, grads, rest[:num_states], mirrors)
 
     def split(self, size: int) -> list[Piece]:
         """The same, cut into pieces of at most ``size`` elements if it is of one tensor."""
         if len(self.rows) > 1:
             return [self]
-        columns = [self.weights, self.grads, *self.states]
-        columns += [self.mirrors] if self.mirrors else []
+        columns = self.weights, self.grads, *self.states
         parts = zip(*(column[0].split(size) for column in columns), strict=True)
-        return [Piece.of(self.rows, [[view] for view in part], len(self.states)) for part in parts]
+        return [Piece(self.rows, [w], [g], [[state] for state in rest]) for w, g, *rest in parts]
 
 
 class MultiTensorRun:
@@ -75,43 +66,51 @@ class MultiTensorRun:
         self._by_torch = self._on_cpu and is_one_dtype and not self._plain
         # Those kernels read and write the tensors once each, and there is nothing to keep.
         self._sweeps = self._by_torch and not rule.keeps_directions
+        columns = part.columns()
+        self._columns = columns if self._plain else [list(map(flat, column)) for column in columns]
+        self._sizes = [weight.numel() for weight in part.weights]
         self._room = 0  # elements of the directions that are kept from `measure` to `move`
         self.sums = torch.zeros(
-            2, len(part.weights), dtype=norm_dtype(kind.device), device=kind.device
+            2, len(self._sizes), dtype=norm_dtype(kind.device), device=kind.device
         )
 
-    def step(self) -> Tensor:
-        """Measure and move, a wave at a time; returns the trust ratios."""
-        for pieces in self._waves():
-            self.measure(pieces)
-            ratios = self.move(pieces)
+    def measure(self) -> None:
+        """Accumulate state, and fill `sums`: squares of the weights, squares of the direction."""
+        self._measure(self._whole)
+
+    def move(self, *, measured: bool) -> Tensor:
+        """Measure, a wave at a time, unless that is done; then write the new weights and state.
+        Returns the trust ratios.
+        """
+        for pieces in [self._whole] if measured else self._waves():
+            if not measured:
+                self._measure(pieces)
+            ratios = self._numbers.add_rates(self.sums)
+            self._move(pieces)
+        if self._part.mirrors:
+            torch._foreach_copy_(self._part.mirrors, self._part.weights)
         return ratios
 
     def _waves(self) -> list[list[Piece]]:
         if not self._on_cpu or self._plain or self._sweeps:
             return [self._whole]
-        weights, kind = self._part.weights, self._part.kind
+        sizes, kind = self._sizes, self._part.kind
         pieces = 4 if kind.weight == kind.compute else 6  # that exist beside the kept directions
-        budget = MEMORY_SHARE * sum(weight.nbytes for weight in weights) / kind.compute.itemsize
+        budget = MEMORY_SHARE * sum(sizes) * kind.weight.itemsize / kind.compute.itemsize
         self._room = max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)
-        sizes = [weight.numel() for weight in weights]
         waves = _together(range(len(sizes)), sizes, self._room)
         return [self._cut(rows) for rows in waves]
 
     @cached_property
     def _whole(self) -> list[Piece]:
-        return self._cut(range(len(self._part.weights)))
+        return self._cut(range(len(self._sizes)))
 
-    def measure(self, pieces: list[Piece] | None = None) -> None:
-        """Accumulate state, and fill `sums`: squares of the weights, squares of the direction."""
-        part, pieces = self._part, pieces or self._whole
+    def _measure(self, pieces: list[Piece]) -> None:
+        part = self._part
         totals: list[dict[int, Any]] = [{}, {}]
-        h, rows_of_h = Scalars(), None
         to_come = sum(weight.numel() for piece in pieces for weight in piece.weights)
-        for piece in pieces:
+        for piece, h in self._with_numbers(pieces):
             w, g = _cast(piece.weights, part.kind.compute), _cast(piece.grads, part.kind.compute)
-            if piece.rows is not rows_of_h:  # pieces of one tensor share the list
-                h, rows_of_h = self._numbers.over(piece.rows, self._plain), piece.rows
             # first: a lone reading sweep is the fastest way to bring them into the cache
             self._add_squares(totals[0], piece.rows, w)
             x = self._rule.torch_directions(w, g, piece.states, h) if self._by_torch else None
@@ -123,29 +122,32 @@ class MultiTensorRun:
             to_come -= sum(t.numel() for t in w)
             x = None  # so that the next piece finds the same memory, still in the cache
         rows = sorted(totals[0])
-        found = torch.stack([self._as_vector([total[row] for row in rows]) for total in totals])
-        if len(rows) == len(part.weights):
+        found: Any = [[total[row] for row in rows] for total in totals]
+        if isinstance(found[0][0], Tensor):
+            found = torch.stack(list(map(torch.stack, found)))
+        else:
+            found = torch.tensor(found, dtype=self.sums.dtype)
+        if len(rows) == len(self._sizes):
             self.sums = found
         else:
             self.sums[:, rows] = found
 
-    def move(self, pieces: list[Piece] | None = None) -> Tensor:
-        """Write the new weights and state; returns the trust ratios."""
-        ratio, numbers = self._numbers.after(self._rule, self.sums)
-        h, rows_of_h = Scalars(), None
+    def _move(self, pieces: list[Piece]) -> None:
         # what was measured last may still be in the cache
-        for piece in reversed(pieces or self._whole):
-            if piece.rows is not rows_of_h:
-                h, rows_of_h = numbers.over(piece.rows, self._plain), piece.rows
+        for piece, h in self._with_numbers(reversed(pieces)):
             if not self._by_torch or not self._torch_moves(piece, h):
                 for smaller in piece.split(CPU_PIECE) if self._sweeps else [piece]:
-                    self._move(smaller, h)
-            if piece.mirrors:
-                torch._foreach_copy_(piece.mirrors, piece.weights)
+                    self._move_piece(smaller, h)
             piece.directions = None
-        return ratio
 
-    def _move(self, piece: Piece, h: Scalars) -> None:
+    def _with_numbers(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Scalars]]:
+        h, rows = Scalars(), None
+        for piece in pieces:
+            if piece.rows is not rows:  # pieces of one tensor share the list
+                h, rows = self._numbers.over(piece.rows, self._plain), piece.rows
+            yield piece, h
+
+    def _move_piece(self, piece: Piece, h: Scalars) -> None:
         compute = self._part.kind.compute
         w, g = _cast(piece.weights, compute), _cast(piece.grads, compute)
         x = piece.directions
@@ -156,35 +158,30 @@ class MultiTensorRun:
             torch._foreach_copy_(piece.weights, w)
 
     def _torch_moves(self, piece: Piece, h: Scalars) -> bool:
-        if len(piece.rows) > 1:
+        if len(piece.rows) > 1 or piece.directions is not None:
             return False
-        (w,), (g,) = piece.weights, piece.grads
-        x = None if piece.directions is None else piece.directions[0]
-        if not self._rule.torch_move(w, g, x, [state[0] for state in piece.states], h):
-            return False
-        torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
-        return True
+        moved = self._rule.torch_move(piece.weights, piece.grads, piece.states, h)
+        if moved:
+            torch.autograd.graph.increment_version(piece.weights)  # fused SGD leaves it out
+        return moved
 
     def _cut(self, rows: Sequence[int]) -> list[Piece]:
         """Pieces of one tensor longer than ``together``, or of several tensors of at most so many
         elements.
         """
-        part = self._part
-        columns, num_states = part.columns(), len(part.states[0])
-        if self._plain:
-            return [Piece.of([i], [[c[i]] for c in columns], num_states) for i in rows]
+        sizes = self._sizes
         size = together = CPU_PIECE
         if not self._on_cpu:
-            size = max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
-            together = size
+            size = together = max(DEVICE_PIECE, sum(sizes) // 100)
         elif self._sweeps:
             size, together = CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER
-        pieces = []
-        for group in _together(rows, [weight.numel() for weight in part.weights], together):
-            views = [[flat(column[row]) for row in group] for column in columns]
-            piece = Piece.of(group, views, num_states)
-            is_large = piece.weights[0].numel() > together
-            pieces += piece.split(size) if is_large else [piece]
+        groups = [[row] for row in rows] if self._plain else _together(rows, sizes, together)
+        pieces: list[Piece] = []
+        for group in groups:
+            views: States = [[column[row] for row in group] for column in self._columns]
+            piece = Piece(group, views[0], views[1], views[2:])
+            is_cut = sizes[group[0]] > together and not self._plain
+            pieces += piece.split(size) if is_cut else [piece]
         return pieces
 
     def _add_squares(self, total: dict[int, Any], rows: list[int], tensors: Tensors) -> None:
@@ -198,11 +195,6 @@ class MultiTensorRun:
             found = list(torch._foreach_pow(norms, 2.0))
         for row, value in zip(rows, found, strict=True):
             total[row] = total[row] + value if row in total else value
-
-    def _as_vector(self, values: list[Any]) -> Tensor:
-        if isinstance(values[0], Tensor):
-            return torch.stack(values)
-        return torch.tensor(values, dtype=self.sums.dtype)
 
 
 def grad_square_sum(part: ParameterBatch) -> Tensor:

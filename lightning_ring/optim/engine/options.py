@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,22 +21,14 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_number(
-    name: str,
-    value: Any,
-    *,
-    low: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    name: str, value: Any, *, positive: bool = False, below: float = math.inf
 ) -> None:
-    """Raise `ValueError` unless ``value`` is a finite number with ``low <= value``, ``above < value
-    < below``.
+    """Raise `ValueError` unless ``value`` is a finite number >= 0 (> 0 if ``positive``) and <
+    ``below``.
 
     A tensor must have one element; its value is read on the CPU only, which needs no
     synchronization.
     """
-    bounds = ((">=", low, operator.ge), (">", above, operator.gt), ("<", below, operator.lt))
-    given = [(sign, bound, holds) for sign, bound, holds in bounds if bound is not None]
-    expected = " and ".join(f"{sign} {bound}" for sign, bound, _ in given)
     if isinstance(value, Tensor):
         require(
             value.numel() == 1,
@@ -46,9 +37,11 @@ def require_number(
         if value.device.type != "cpu":
             return
         value = value.item()
-    require(isinstance(value, (int, float)), f"{name}={value!r}, expected a number {expected}")
-    fits = math.isfinite(value) and all(holds(value, bound) for _, bound, holds in given)
-    require(fits, f"{name}={value}, expected a finite number {expected}")
+    expected = "> 0" if positive else ">= 0"
+    fits = isinstance(value, int | float) and (value > 0 if positive else value >= 0)
+    if below < math.inf:
+        expected += f" and < {below}"
+    require(fits and value < below, f"{name}={value!r}, expected a finite number {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +70,12 @@ def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
     if options.fused:
         for device in {param.device for param in params}:
             require(
-                device.type == "cuda" or interpreting_triton(),
+                # Triton's interpreter runs the kernels on the CPU too, to check them
+                device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1",
                 f"fused=True has kernels for cuda, found a parameter on {device}; leave fused=None",
             )
             if not triton_is_here():
                 raise RuntimeError("fused=True needs Triton: install triton, or leave fused=None")
-
-
-def interpreting_triton() -> bool:
-    """Whether the fused way means Triton on the CPU too: under Triton's interpreter, for
-    checking its kernels.
-    """
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def way_to_run(options: RunOptions, device: torch.device, is_flat: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -55,10 +55,9 @@ class ParameterBatch:
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
     mirrors: list[Tensor] = field(default_factory=list)
 
-    def columns(self) -> list[list[Tensor]]:
-        """Weights, gradients, each of the states, and mirrors if there are any."""
-        states = [list(column) for column in zip(*self.states, strict=True)]
-        return [self.weights, self.grads, *states, *([self.mirrors] if self.mirrors else [])]
+    def columns(self) -> list[Sequence[Tensor]]:
+        """Weights, gradients, and each of the states."""
+        return [self.weights, self.grads, *zip(*self.states, strict=True)]
 
 
 class ParameterList:
@@ -80,6 +79,7 @@ class ParameterList:
         self.tables = tables
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
         self.sizes = [len(group["params"]) for group in groups]
+        self._groups = torch.arange(len(groups)).repeat_interleave(torch.tensor(self.sizes))
         self.device = self.params[0].device
         count = len(self.params)
         self.ratios = torch.full(
@@ -91,16 +91,22 @@ class ParameterList:
             self.steps = torch.zeros(count, device=self.device if steps_on_device else "cpu")
             self.step_views = list(self.steps.unbind())
 
-    def groups_on(self, device: torch.device, positions: list[int]) -> Tensor:
-        """The group of each of the parameters at ``positions``, on ``device``."""
+    def places(self, part: ParameterBatch, device: torch.device | None = None) -> slice | Tensor:
+        """Where the parameters of ``part`` stand in this list, to index tensors on ``device``
+        (`None`: that of the list).
+        """
+        positions, device = part.positions, device or self.device
+        if len(positions) == len(self.params):
+            return slice(None)
+        key = "places", device, tuple(positions)
+        return self.tables.get(key, None, device, lambda: torch.tensor(positions))
 
-        def make() -> Tensor:
-            groups = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
-            return groups[positions]
+    def groups_of(self, part: ParameterBatch, device: torch.device) -> Tensor:
+        """The group of each of the parameters of ``part``, on ``device``."""
+        groups = self.tables.get(("groups", device), self.sizes, device, lambda: self._groups)
+        return groups[self.places(part, device)]
 
-        return self.tables.get(("groups", device, tuple(positions)), self.sizes, device, make)
-
-    def hyper_table(self, groups: list[list[Any]], device: torch.device) -> Tensor:
+    def hyper_table(self, groups: list[dict[str, Any]], device: torch.device) -> Tensor:
         """Hyper-parameters of each group as a float64 tensor on ``device``, shape [groups,
         hyper-parameters]; sent only when they change. The host reads no tensor that is there.
         """
@@ -108,19 +114,22 @@ class ParameterList:
         def is_there(value: Any) -> bool:
             return isinstance(value, Tensor) and value.device.type == device.type
 
-        rows = [[0.0 if is_there(value) else float(value) for value in row] for row in groups]
+        rows = [
+            [0.0 if is_there(value) else float(value) for value in group.values()]
+            for group in groups
+        ]
         key = "hyper-parameters", device
         table = self.tables.get(key, rows, device, lambda: torch.tensor(rows, dtype=torch.float64))
-        there = [
-            (group, i, value)
-            for group, row in enumerate(groups)
-            for i, value in enumerate(row)
+        there = {
+            (row, column): value
+            for row, group in enumerate(groups)
+            for column, value in enumerate(group.values())
             if is_there(value)
-        ]
+        }
         if there:
             table = table.clone()
-            for group, i, value in there:
-                table[group, i] = value
+        for place, value in there.items():
+            table[place] = value
         return table
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
@@ -143,20 +152,10 @@ def parameter_names(groups: list[dict[str, Any]]) -> Iterator[str]:
 
 def lie_alike(tensors: tuple[Tensor, ...]) -> bool:
     """Whether all have their elements in memory in the same order, without gaps."""
-    for tensor in tensors:  # not all(...): once a step for every parameter
-        if not tensor.is_contiguous():
-            break
-    else:
+    if all(map(Tensor.is_contiguous, tensors)):
         return True
-    first = tensors[0]
-    if any(t.stride() != first.stride() for t in tensors):
-        return False
-    expected = 1
-    for stride, size in sorted(zip(first.stride(), first.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    is_dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensors[0])
+    return is_dense and len(set(map(Tensor.stride, tensors))) == 1
 
 
 def flat(tensor: Tensor) -> Tensor:

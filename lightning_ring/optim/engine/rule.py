@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_ring.host.accelerator import send
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
+States = list[Tensors]  # in the order of `Rule.state_names`
 Scale = float | list[float] | list[Tensor]
 # named numbers: vectors over parameters, or a `Scale` each
 Scalars = SimpleNamespace
@@ -38,10 +39,9 @@ class Rule:
     kernels: str
 
     @staticmethod
-    def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
-        """The numbers of the other methods, from the groups' hyper-parameters.
-
-        ``step`` is 1 at the first step; ``grad_scale`` holds sign and clipping.
+    def scalars(h: Scalars) -> Scalars:
+        """Further numbers of the other methods, from the groups' hyper-parameters, ``step`` (1 at
+        the first one) and ``grad_scale`` (of sign and clipping).
         """
         raise NotImplementedError
 
@@ -56,31 +56,29 @@ class Rule:
         raise NotImplementedError
 
     @staticmethod
-    def accumulate(g: Tensors, state: list[Tensors], h: Scalars) -> None:
+    def accumulate(g: Tensors, state: States, h: Scalars) -> None:
         """Bring the state that `direction` needs up to date, in place."""
 
     @staticmethod
-    def direction(w: Tensors, g: Tensors, state: list[Tensors], h: Scalars) -> Tensors:
+    def direction(w: Tensors, g: Tensors, state: States, h: Scalars) -> Tensors:
         """The tensors whose norms the trust ratio compares with those of ``w``."""
         raise NotImplementedError
 
     @staticmethod
-    def move(w: Tensors, g: Tensors, x: Tensors, state: list[Tensors], h: Scalars) -> None:
+    def move(w: Tensors, g: Tensors, x: Tensors, state: States, h: Scalars) -> None:
         """Change weights and state in place; ``x`` is the `direction`."""
         raise NotImplementedError
 
     @staticmethod
-    def torch_directions(
-        w: Tensors, g: Tensors, state: list[Tensors], h: Scalars
-    ) -> Tensors | None:
+    def torch_directions(w: Tensors, g: Tensors, state: States, h: Scalars) -> Tensors | None:
         """`accumulate` and `direction` by a fused kernel of torch for 1-D CPU tensors of one dtype;
         None, with nothing done, if none fits.
         """
         return None
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: list[Tensor], h: Scalars) -> bool:
-        """`move` of one tensor, likewise; ``x`` if it was kept. False, with nothing done, if none
+    def torch_move(w: Tensors, g: Tensors, state: States, h: Scalars) -> bool:
+        """`move` of one tensor, likewise, without its direction. False, with nothing done, if none
         fits.
         """
         return False
@@ -95,65 +93,63 @@ def add_(tensors: Tensors, others: Tensors, scale: Scale, sign: float = 1.0) -> 
 
 
 class StepNumbers:
-    """Named numbers of the parameters of one batch.
+    """The numbers of the parameters of one batch: hyper-parameters ``h``, `Rule.scalars`, and then
+    the rates.
 
-    Args:
-        vectors: On the device of the parameters.
-        host: Those of them that the CPU knows.
-        uniform: Names of numbers that are the same for all of the parameters.
+    Gradients are divided by ``clip`` unless it is None. Numbers that the CPU knows are floats here,
+    and reach ``device`` in one copy.
     """
 
     def __init__(
-        self, vectors: dict[str, Tensor], host: dict[str, Tensor], uniform: set[str] | None = None
+        self,
+        rule: type[Rule],
+        h: Scalars,
+        step: Tensor | None,
+        clip: Tensor | None,
+        device: torch.device,
     ) -> None:
-        self._vectors = vectors
-        self._host = host
-        self._lists: dict[str, list[Any]] = {
-            name: host[name].tolist() if name in host else list(vector.unbind())
-            for name, vector in vectors.items()
+        self._rule = rule
+        place = h.lr.device
+        if step is not None:
+            h.step = send(step.double(), place)
+        sign = 1 - 2 * h.maximize
+        h.grad_scale = sign if clip is None else sign / clip
+        scalars = vars(h) | vars(rule.scalars(h))
+        self._lists = {name: _as_list(vector) for name, vector in scalars.items()}
+        self._uniform = {
+            name
+            for name, values in self._lists.items()
+            if isinstance(values[0], float) and values.count(values[0]) == len(values)
         }
-        if uniform is None:
-            uniform = {n for n in host if self._lists[n].count(self._lists[n][0]) == len(host[n])}
-        self._uniform = uniform
+        if place.type == "cpu" and device.type != "cpu":
+            packed = torch.stack(list(scalars.values()))
+            moved = send(packed.float() if device.type == "mps" else packed, device)
+            scalars = dict(zip(scalars, moved.unbind(), strict=True))
+        self._vectors = Scalars(**scalars)
 
     def over(self, rows: list[int], as_lists: bool) -> Scalars:
         """The numbers of the parameters ``rows``. With ``as_lists`` none of them is a float."""
         found: dict[str, Scale] = {}
         for name, values in self._lists.items():
             is_one = len(rows) == 1 or name in self._uniform
-            if name in self._host and is_one and not as_lists:
+            if is_one and isinstance(values[0], float) and not as_lists:
                 found[name] = values[rows[0]]
             else:
                 found[name] = [values[row] for row in rows]
         return Scalars(**found)
 
-    def after(self, rule: type[Rule], sums: Tensor) -> tuple[Tensor, StepNumbers]:
-        """The trust ratios that follow from the sums of squares of weights and direction, and
-        these numbers with the rates.
+    def add_rates(self, sums: Tensor) -> Tensor:
+        """Take in the rates that follow from the sums of squares of weights and direction.
+        Returns the trust ratios.
         """
-        h = Scalars(**self._vectors)
+        h = self._vectors
         w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
         adapts = (w_norm > 0) & (norm > 0) & (h.adapt != 0)
-        ratio = torch.where(adapts, rule.trust_ratio(w_norm, norm, h), 1.0)
-        rates = vars(rule.rates(ratio, h))
-        host = self._host | (rates if ratio.device.type == "cpu" else {})
-        return ratio, StepNumbers(self._vectors | rates, host, self._uniform)
+        ratio = torch.where(adapts, self._rule.trust_ratio(w_norm, norm, h), 1.0)
+        for name, vector in vars(self._rule.rates(ratio, h)).items():
+            self._lists[name] = _as_list(vector)
+        return ratio
 
 
-def step_numbers(
-    rule: type[Rule], h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device
-) -> StepNumbers:
-    """`Rule.scalars` and ``adapt`` on ``device``, in one copy if ``h`` is on the CPU; gradients are
-    divided by ``clip`` unless it is None.
-    """
-    step = None if step is None else send(step.double(), h.lr.device)
-    grad_scale = 1 - 2 * h.maximize
-    scalars = vars(rule.scalars(h, step, grad_scale if clip is None else grad_scale / clip))
-    scalars["adapt"] = h.adapt
-    if h.lr.device.type != "cpu":
-        return StepNumbers(scalars, {})
-    if device.type == "cpu":
-        return StepNumbers(scalars, scalars)
-    packed = torch.stack(list(scalars.values()))
-    moved = send(packed.float() if device.type == "mps" else packed, device)
-    return StepNumbers(dict(zip(scalars, moved.unbind(), strict=True)), scalars)
+def _as_list(vector: Tensor) -> list[Any]:
+    return vector.tolist() if vector.device.type == "cpu" else list(vector.unbind())

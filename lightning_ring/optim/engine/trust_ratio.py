@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_ring.optim.engine.options import RunOptions, check_options, require, way_to_run
+from lightning_ring.optim.engine.fused import FusedRun
+from lightning_ring.optim.engine.multi_tensor import MultiTensorRun, grad_square_sum
+from lightning_ring.optim.engine.options import (
+    RunOptions,
+    check_options,
+    require,
+    require_number,
+    way_to_run,
+)
 from lightning_ring.optim.engine.parameter_list import (
     LOW_PRECISION,
     ParameterBatch,
@@ -24,9 +32,8 @@ from lightning_ring.optim.engine.parameter_list import (
     parameter_names,
     signature,
 )
-from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers
 from lightning_ring.optim.engine.sent_tables import SentTables
-from lightning_ring.optim.engine.update import NormAllReduce, update
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
 
@@ -75,7 +82,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
         options: RunOptions,
     ) -> None:
         self.options = options
-        self.norm_all_reduce: NormAllReduce | None = None
+        self.norm_all_reduce: Callable[[Tensor], Tensor | None] | None = None
         self._forget_caches()
         self.skipped_steps = 0
         super().__init__(params, defaults)
@@ -85,7 +92,9 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
-        """Raise `ValueError` for the first hyper-parameter of ``group`` that is out of range."""
+        """Raise `ValueError` for the first argument of ``group`` that is out of range, besides
+        ``lr``, ``weight_decay`` and ``eps``.
+        """
         raise NotImplementedError
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +104,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
         return {name: group[name] for name in self.defaults}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        known = GROUP_KEYS | set(self.defaults)
-        unknown = sorted(set(param_group) - known)
+        known = GROUP_KEYS | self.defaults.keys()
+        unknown = sorted(param_group.keys() - known)
         require(
             not unknown,
             f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}",
@@ -119,14 +128,15 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """Raise `ValueError` for the first argument of ``group`` that the constructor would
         refuse.
         """
+        for name in ("lr", "weight_decay", "eps"):
+            require_number(name, group[name])
         self.check_group(group)
         lr = group["lr"]
-        on_host = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-        require(
-            on_host or self.options.capturable,
-            f"lr is a tensor on {getattr(lr, 'device', 'cpu')}: pass capturable=True, or lr as a "
-            "float",
-        )
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            require(
+                self.options.capturable,
+                f"lr is a tensor on {lr.device}: pass capturable=True, or lr as a float",
+            )
 
     # -- numbers to read between steps
 
@@ -164,11 +174,63 @@ class TrustRatioOptimizer(Optimizer, Rule):
         listed = self._current_list()
         parts = self._batches(listed)
         if parts or self.norm_all_reduce is not None:
-            numbers = [self.hyperparameters(group) for group in self.param_groups]
-            all_reduce = self.norm_all_reduce
-            taken = update(type(self), numbers, listed, parts, self.options, all_reduce)
-            self.skipped_steps += not taken
+            self.skipped_steps += not self._update(listed, parts)
         return loss
+
+    def _update(self, listed: ParameterList, parts: list[ParameterBatch]) -> bool:
+        """Take one step; returns whether it was taken: not where ``skip_nonfinite`` found a NaN or
+        an infinity.
+        """
+        options, over_ranks, clip = self.options, self.norm_all_reduce is not None, None
+        if options.max_grad_norm is not None or options.skip_nonfinite:
+            squares = listed.ratios.new_zeros(1)
+            for part in parts:
+                squares += grad_square_sum(part).to(listed.device)
+            # Of all ranks together. It is finite where all gradients are.
+            grad_norm = self._sum_over_ranks(squares)[0].sqrt()
+            if options.skip_nonfinite and not grad_norm.isfinite():
+                return False
+            if options.max_grad_norm is not None:
+                clip = (grad_norm / options.max_grad_norm).clamp(min=1)
+        runs = [(self._begin(listed, part, clip), listed.places(part)) for part in parts]
+        if over_ranks:
+            sums = listed.ratios.new_zeros(2, len(listed.params))
+            for run, places in runs:
+                run.measure()
+                sums[:, places] = run.sums.to(sums)
+            sums = self._sum_over_ranks(sums.view(-1)).view_as(sums)
+            for run, places in runs:
+                run.sums = sums[:, places].contiguous().to(run.sums)
+        for run, places in runs:
+            ratios = run.move(measured=over_ranks)
+            if ratios.data_ptr() != listed.ratios.data_ptr():  # else kernels have written there
+                listed.ratios[places] = ratios.to(listed.ratios)
+        return True
+
+    def _begin(
+        self, listed: ParameterList, part: ParameterBatch, clip: Tensor | None
+    ) -> FusedRun | MultiTensorRun:
+        """Count one step of the parameters of ``part``; returns the run that takes it."""
+        rule, step, device = type(self), None, part.kind.device
+        if listed.steps is not None:
+            places = listed.places(part, listed.steps.device)
+            listed.steps[places] += 1
+            step = listed.steps[places]
+        clip = None if clip is None else clip.to(device)
+        is_fused = part.kind.way == "fused"
+        on_device = is_fused or clip is not None or self.options.capturable
+        place = device if on_device else torch.device("cpu")
+        numbers = [self.hyperparameters(group) for group in self.param_groups]
+        hyper, groups = listed.hyper_table(numbers, place), listed.groups_of(part, place)
+        if is_fused:
+            ratios = listed.ratios[listed.places(part)].to(device)
+            return FusedRun(rule, part, listed.tables, groups, hyper, step, clip, ratios)
+        h = dict(zip(numbers[0], hyper.index_select(0, groups).unbind(1), strict=True))
+        return MultiTensorRun(rule, part, StepNumbers(rule, Scalars(**h), step, clip, device))
+
+    def _sum_over_ranks(self, vector: Tensor) -> Tensor:
+        summed = None if self.norm_all_reduce is None else self.norm_all_reduce(vector)
+        return vector if summed is None else summed
 
     def _current_list(self) -> ParameterList:
         if self._parameter_list is None or not self._parameter_list.fits(self.param_groups):
@@ -202,18 +264,21 @@ class TrustRatioOptimizer(Optimizer, Rule):
             if grad is None:
                 continue
             if grad.layout is not torch.strided or grad.is_complex():
-                self._refuse_gradient(position, grad)
-            states = self._states_of(listed, position, param)
-            weight = self.state[param]["master"] if self._has_master(param) else param
+                name = list(parameter_names(self.param_groups))[position]
+                found = grad.dtype if grad.is_complex() else f"sparse ({grad.layout})"
+                raise RuntimeError(
+                    f"{type(self).__name__}: the gradient of {name} is {found}, expected dense "
+                    "real floats; pass real parameters, and sparse=False to nn.Embedding"
+                )
+            weight, states = self._tensors_of(listed, position, param)
+            is_flat = lie_alike((param, grad, weight, *states))
             kind = TensorKind(
-                device=param.device,
-                compute=compute_dtype(param),
-                weight=weight.dtype,
-                grad=grad.dtype,
+                param.device,
+                compute_dtype(param),
+                weight.dtype,
+                grad.dtype,
                 mirror=None if weight is param else param.dtype,
-                way=way_to_run(
-                    self.options, param.device, lie_alike((param, grad, weight, *states))
-                ),
+                way=way_to_run(self.options, param.device, is_flat),
             )
             part = parts.setdefault(kind, ParameterBatch(kind))
             part.positions.append(position)
@@ -223,36 +288,25 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 part.mirrors.append(param)
         return list(parts.values())
 
-    def _states_of(self, listed: ParameterList, position: int, param: Tensor) -> tuple[Tensor, ...]:
-        """This parameter's state, made of zeros at its first step; ``step`` becomes a view of
-        ``listed.steps``.
+    def _tensors_of(
+        self, listed: ParameterList, position: int, param: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The weight to update (the parameter or its master copy) and its state, made of zeros at
+        its first step; ``step`` becomes a view of ``listed.steps``.
         """
-        state = self.state[param]
+        state, weight = self.state[param], param
         for name in self.state_names:
             if name not in state:
-                state[name] = torch.zeros_like(
-                    param, dtype=compute_dtype(param), memory_format=torch.preserve_format
-                )
-        if self._has_master(param) and "master" not in state:
-            state["master"] = param.detach().to(
-                torch.float32, memory_format=torch.preserve_format, copy=True
-            )
+                state[name] = torch.zeros_like(param, dtype=compute_dtype(param))
+        if self.options.master_weights and param.dtype in LOW_PRECISION:
+            if "master" not in state:
+                state["master"] = param.detach().float()  # a copy: it has 16 bits
+            weight = state["master"]
         if self.counts_steps and state.get("step") is not (view := listed.step_views[position]):
             if "step" in state:
                 view.copy_(torch.as_tensor(state["step"]))
             state["step"] = view
-        return tuple([state[name] for name in self.state_names])
-
-    def _has_master(self, param: Tensor) -> bool:
-        return self.options.master_weights and param.dtype in LOW_PRECISION
-
-    def _refuse_gradient(self, position: int, grad: Tensor) -> None:
-        name = list(parameter_names(self.param_groups))[position]
-        found = grad.dtype if grad.is_complex() else f"sparse ({grad.layout})"
-        raise RuntimeError(
-            f"{type(self).__name__}: the gradient of {name} is {found}, expected dense real "
-            "floats; pass real parameters, and sparse=False to nn.Embedding"
-        )
+        return weight, tuple([state[name] for name in self.state_names])
 
     # -- saving and loading
 
@@ -266,8 +320,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
         for index, group in enumerate(state_dict["param_groups"]):
             try:
                 missing = sorted(self.defaults.keys() - group.keys())
-                require("adapt" in group, f"no {missing}, so it is of another optimizer")
-                self._check(self.defaults | group)
+                require(not missing, f"no {missing}, so it is of another optimizer")
+                self._check(group)
             except ValueError as error:
                 raise ValueError(
                     f"{type(self).__name__} cannot go on from this state dict: group {index} of it "
@@ -286,20 +340,14 @@ class TrustRatioOptimizer(Optimizer, Rule):
             for saved_id, param in zip(saved_ids, params, strict=True):
                 for key, value in final["state"].get(saved_id, {}).items():
                     if isinstance(value, Tensor) and key != "step":
-                        kept = torch.empty_like(
-                            param, dtype=compute_dtype(param), requires_grad=False
-                        )
+                        kept = torch.empty_like(param, dtype=compute_dtype(param))
                         self.state[param][key] = kept.copy_(value)
 
-        handles = [
+        with (
             self.register_load_state_dict_pre_hook(remember),
             self.register_load_state_dict_post_hook(restore, prepend=True),
-        ]
-        try:
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
@@ -309,11 +357,11 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # torch adds it, and the kernels find hyper-parameters by their order
+        self.defaults.pop("differentiable", None)
         self.__dict__.setdefault("norm_all_reduce", None)
         self._forget_caches()
         for group in self.param_groups:
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
             self._check(group)
 
     def _forget_caches(self) -> None:
