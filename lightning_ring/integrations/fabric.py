@@ -17,12 +17,11 @@ import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
 from lightning.fabric.strategies.strategy import (
     _BackwardSyncControl,
     _validate_keys_for_strict_loading,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,7 +35,7 @@ from lightning_ring.gradients.compression import Compressor
 from lightning_ring.integrations.lightning.data import warn_of_padding
 from lightning_ring.integrations.lightning.optimization import refuse_scaler
 from lightning_ring.integrations.ranks.environment import RingEnvironment
-from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
+from lightning_ring.integrations.ranks.strategy import OnRingRanks
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
 from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
@@ -77,8 +76,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         ConfigurationError: An argument cannot work; the message says what was expected.
         RankDiscoveryError: The launcher's variables contradict each other.
     """
-
-    multiprocessing_launcher = _MultiProcessingLauncher
 
     def __init__(
         self,
@@ -128,11 +125,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return self  # what ``fabric.setup`` returns holds it, and a copy of that is of the same job
 
     # -- ranks and devices
-
-    def _set_world_ranks(self) -> None:
-        if not self.ring_environment.creates_processes_externally:
-            super()._set_world_ranks()  # ranks that Fabric spawns or forks
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
@@ -267,19 +259,8 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
                 raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
 
-    # -- collectives that Fabric and the user call
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if (comm := self.communicator) is not None:
-            agree_on_gather(tensor, comm, group)
-        return super().all_gather(tensor, group, sync_grads)
-
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        comm = self.communicator
-        if comm is None or not isinstance(tensor, Tensor):
-            return tensor
-        reduced = self._reduce(tensor, comm, group, reduce_op, None)
-        return super().all_reduce(tensor, group, reduce_op) if reduced is None else reduced
+        return self._reduce(tensor, group, reduce_op)
 
     # -- checkpoints
 

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
 
 from lightning_ring.comm.recording import Listener
 from lightning_ring.integrations.lightning.data import ActiveRanks
 from lightning_ring.integrations.ranks.environment import RingEnvironment
-from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
+from lightning_ring.integrations.ranks.strategy import OnRingRanks
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.options import RingOptions
 
@@ -39,8 +36,6 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     sharded parameters, and of `reduce` (``self.log(..., sync_dist=True)``). ``timeline`` records
     the fit in a trace: ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
-
-    multiprocessing_launcher = _MultiProcessingLauncher
 
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
         # here, and below: who only imports a strategy loads neither the monitor nor a launcher
@@ -62,20 +57,13 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     # -- ranks and devices
 
-    def set_world_ranks(self) -> None:
-        if not self.ring_environment.creates_processes_externally:
-            super().set_world_ranks()  # ranks that Lightning spawns or forks
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     def setup_environment(self) -> None:
         from lightning_ring.monitor.terminal import replace_bars
 
-        assert self.accelerator is not None
         self.set_world_ranks()
-        self.accelerator.setup_device(self.root_device)
         if self._trainer is not None:
             replace_bars(self._trainer)
-        self.setup_distributed()
+        super().setup_environment()
 
     def setup_distributed(self) -> None:
         from lightning_ring.monitor.terminal import widen_terminal
@@ -88,21 +76,8 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         super().teardown()
         withdraw_interface()
 
-    # -- collectives that Lightning and the user call
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._comm is None or not isinstance(tensor, Tensor):
-            return tensor
-        status = self._active_ranks.during_step
-        reduced = self._reduce(tensor, self._comm, group, reduce_op, status)
-        return super().reduce(tensor, group, reduce_op) if reduced is None else reduced
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._comm is None and group is None:
-            return tensor.unsqueeze(0)
-        if self._comm is not None:
-            agree_on_gather(tensor, self._comm, group)
-        return super().all_gather(tensor, group, sync_grads)
+        return self._reduce(tensor, group, reduce_op, self._active_ranks.during_step)
 
     # -- failures
 
