@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
@@ -97,25 +95,17 @@ class BufferBroadcast:
         )
 
 
-class BroadcastAfterSwap(OwnCallback):
-    """The last of all callbacks: broadcasts again, if another callback may replace buffers of the
-    module.
+def broadcast_after_swap(trainer: pl.Trainer, broadcast: Callable[[], None]) -> None:
+    """Broadcast again after all other callbacks, if one may replace buffers of the module.
 
     Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, which follows the
     strategy's ``on_validation_start``: each rank would evaluate its own average of BatchNorm
     statistics.
     """
-
-    def follow(self, trainer: pl.Trainer) -> None:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if any(
-            type(one).on_validation_epoch_start is not pl.Callback.on_validation_epoch_start
-            for one in callbacks
-        ):
-            callbacks.append(self)
-
-    def on_validation_epoch_start(self, *_: Any) -> None:
-        self.act()
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    plain = pl.Callback.on_validation_epoch_start
+    if any(type(one).on_validation_epoch_start is not plain for one in callbacks):
+        callbacks.append(OwnCallback(broadcast, ["on_validation_epoch_start"]))
 
 
 def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -134,5 +124,5 @@ def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(buffer: Tensor) -> bytes:
-    data = as_bytes(buffer.detach().cpu().contiguous())
-    return hashlib.blake2b(ctypes.string_at(data.data_ptr(), data.numel()), digest_size=16).digest()
+    data = as_bytes(buffer.cpu().contiguous())
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).digest()

@@ -26,13 +26,13 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -46,7 +46,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sharded_gradient import sum_of_squares
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
-from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
+from lightning_ring.integrations.lightning.buffers import BufferBroadcast, broadcast_after_swap
 from lightning_ring.integrations.lightning.checkpoints import (
     SavedStates,
     count_trained_batches,
@@ -73,7 +73,7 @@ from lightning_ring.integrations.lightning.stop_requests import (
     stop_signals,
 )
 from lightning_ring.integrations.lightning.whole_weights import (
-    ShowAverages,
+    average_before_reading,
     average_weight_averages,
     complete_parameters_in_hooks,
     leave_trainer,
@@ -243,47 +243,43 @@ class RingStrategy(RankedStrategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.model is not None
-        self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
+            assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        if self._comm is not None:
-            check_same_model(self.model, self._comm)
-            if not self._holds_equal_state:
-                broadcast_module(self.model, self._comm)
-            leave_trainer(trainer)
-            BroadcastAfterSwap(self._broadcast_buffers).follow(trainer)
-        if not fitting:
-            self.setup_precision_plugin()
-            return
-        self._prepare_fit(trainer)
-        self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        _optimizers_to_device(self.optimizers, self.root_device)
-        if self._comm is not None:
+        # every strategy's set-up, which calls the next two methods
+        super(DDPStrategy, self).setup(trainer)
+        if fitting and self._comm is not None:
             self._attach(trainer, self._comm)
-        self.timeline.prepare(trainer, self._comm)
+        if fitting:
+            self.timeline.prepare(trainer, self._comm)
 
-    def _prepare_fit(self, trainer: pl.Trainer) -> None:
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        trainer = self._trainer
+        if self._comm is not None and trainer is not None:
+            check_same_model(model, self._comm)
+            if not self._holds_equal_state:
+                broadcast_module(model, self._comm)
+            leave_trainer(trainer)
+            broadcast_after_swap(trainer, self._broadcast_buffers)
+        return model
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         self._requests.stops_together = False
         self.algorithm = self._new_algorithm() if self._comm is not None else Algorithm()
         add_no_sync(self.model, self.block_backward_sync)
-        if self._comm is None:
-            return
-        self._training_loaders.follow(trainer)
-        if self.options.monitor:
-            from lightning_ring.monitor.ring_monitor import add_monitor
+        if self._comm is not None:
+            self._training_loaders.follow(trainer)
+            if self.options.monitor:
+                from lightning_ring.monitor.ring_monitor import add_monitor
 
-            add_monitor(trainer)
-        if self._may_have_others:
-            # a signal may have come during an evaluation before the fit
-            self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
-            leave_sigterm_to_the_buckets(trainer)
+                add_monitor(trainer)
+            if self._may_have_others:
+                # a signal may have come during an evaluation before the fit
+                self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
+                leave_sigterm_to_the_buckets(trainer)
+        super().setup_optimizers(trainer)
 
     def _new_algorithm(self) -> Algorithm:
         return self.options.new_algorithm()
@@ -295,7 +291,7 @@ class RingStrategy(RankedStrategy):
         check_algorithm(self.algorithm, trainer)
         follow_clipping(self.precision_plugin, self.algorithm)
         if self.algorithm.steps_alone:
-            trainer.callbacks.insert(0, ShowAverages(self._show_averages))  # type: ignore[attr-defined]
+            average_before_reading(trainer, self._show_averages)
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, ShardsState):
@@ -305,11 +301,7 @@ class RingStrategy(RankedStrategy):
             f"{type(comm).__name__}{self.algorithm.description()}"
         )
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return super().optimizers
-
-    @optimizers.setter
+    @RankedStrategy.optimizers.setter  # type: ignore[attr-defined]
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         """Set by Lightning, and by ``trainer.optimizers = [...]`` in the middle of a training."""
         RankedStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
@@ -382,12 +374,12 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         accumulate = trainer.accumulate_grad_batches
         self.timeline.begin_batch()
-        if self._comm is None and self._requests.pending != StopRequest.NONE:
-            self._follow_requests(trainer)
+        alone = self._step_hooks is None
+        if self._requests.pending if alone else self.algorithm.agreed_to_stop():
+            self._requests.follow(trainer, self._comm, self._wait_parameters)
         if self._step_hooks is not None:
-            if self.algorithm.agreed_to_stop():
-                self._follow_requests(trainer)
-            self.algorithm.begin_batch(self._active_ranks.take(trainer, batch_idx))
+            joining = self._training_loaders.joining
+            self.algorithm.begin_batch(self._active_ranks.take(joining, batch_idx, accumulate))
         if comm is not None:
             if self.algorithm.steps_together:
                 self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
@@ -580,9 +572,6 @@ class RingStrategy(RankedStrategy):
 
     def _ask_all_ranks(self, asked: bool) -> None:
         self.algorithm.ask_to_stop(asked)
-
-    def _follow_requests(self, trainer: pl.Trainer) -> None:
-        self._requests.follow(trainer, self._comm, self._wait_parameters)
 
 
 def _warn(message: str) -> None:  # no lambda: ``start_method="spawn"`` pickles the strategy

@@ -4,7 +4,7 @@ own ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,12 +31,13 @@ _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with no
 
 
 class OwnCallback(pl.Callback):
-    """The strategy's own, among a Trainer's callbacks from `setup` until the loop ends. Its hooks
-    call ``act``.
+    """The strategy's own, among a Trainer's callbacks from `setup` until the loop ends: its
+    ``hooks`` call ``act``.
     """
 
-    def __init__(self, act: Callable[[], None]) -> None:
-        self.act = act
+    def __init__(self, act: Callable[[], None], hooks: Iterable[str]) -> None:
+        for hook in hooks:
+            setattr(self, hook, lambda *_, **__: act())
 
 
 def leave_trainer(trainer: pl.Trainer) -> None:
@@ -49,8 +50,11 @@ def leave_trainer(trainer: pl.Trainer) -> None:
 def complete_parameters_in_hooks(trainer: pl.Trainer, wait_parameters: Callable[[], None]) -> None:
     """Until `leave_trainer`, wait for all parameters before hooks of callbacks, and before a
     validation.
+
+    The two hooks of every training batch do not wait. If one may read parameters, each step waits.
     """
-    trainer.callbacks.insert(0, _WaitForParameters(wait_parameters))  # type: ignore[attr-defined]
+    hooks = {name for name in dir(pl.Callback) if name.startswith("on_")} - {*_EACH_BATCH, *_ALONE}
+    trainer.callbacks.insert(0, OwnCallback(wait_parameters, hooks))  # type: ignore[attr-defined]
     # the module's hooks before a validation run first
     loop = trainer.fit_loop.epoch_loop
     is_due = loop._should_check_val_fx
@@ -75,22 +79,6 @@ def steps_may_overlap(trainer: pl.Trainer) -> bool:
         )
         return False
     return trainer.lightning_module.automatic_optimization
-
-
-class _WaitForParameters(OwnCallback):
-    """The first of all callbacks: its hooks wait for all parameters, before the hooks of other
-    callbacks.
-
-    The two hooks of every training batch do not wait. If one may read parameters, each step waits.
-    """
-
-    def wait(self, *_: Any, **__: Any) -> None:
-        self.act()
-
-
-for _name in dir(pl.Callback):
-    if _name.startswith("on_") and _name not in (*_EACH_BATCH, *_ALONE):
-        setattr(_WaitForParameters, _name, _WaitForParameters.wait)
 
 
 def _between_steps(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
@@ -134,18 +122,15 @@ def show_averages(algorithm: Algorithm, *, alone: bool) -> None:
     optional.show_averages(algorithm)
 
 
-class ShowAverages(OwnCallback):
-    """The first of all callbacks: has averages in place before validations, and at the end of
-    epochs and of the fit.
+def average_before_reading(trainer: pl.Trainer, show_averages: Callable[[], None]) -> None:
+    """Until `leave_trainer`, have averages in place before validations, and at the end of epochs
+    and of the fit.
 
     They stay until the next training batch. Hooks of training batches see this rank's own
     parameters.
     """
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.act()
-
-    on_train_epoch_end = on_train_end = on_validation_start
+    hooks = ("on_validation_start", "on_train_epoch_end", "on_train_end")
+    trainer.callbacks.insert(0, OwnCallback(show_averages, hooks))  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
