@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -19,7 +20,6 @@ from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import (
     _BackwardSyncControl,
-    _validate_keys_for_strict_loading,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
@@ -38,7 +38,14 @@ from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.strategy import OnRingRanks
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
-from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
+from lightning_ring.options import (
+    Backend,
+    BucketCap,
+    RingOptions,
+    StartMethod,
+    Topology,
+    check_choice,
+)
 from lightning_ring.timeline.settings import timeline_path
 
 
@@ -97,11 +104,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         precision: Precision | None = None,
     ) -> None:
         given = locals()
-        if not isinstance(broadcast_buffers, bool):
-            raise ConfigurationError(
-                f"RingFabricStrategy got broadcast_buffers={broadcast_buffers!r}, expected True or "
-                "False."
-            )
+        check_choice("RingFabricStrategy", "broadcast_buffers", broadcast_buffers, (True, False))
         taken = {field.name for field in fields(RingOptions)} & given.keys() - {"broadcast_buffers"}
         self.options = _FabricOptions(**{name: given[name] for name in taken})
         super().__init__(
@@ -148,7 +151,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         )
 
     def _all_replicas(self) -> list[Replicas]:
-        return [_replicas(module) for module in self._modules.values()]
+        return [module.replicas for module in self._modules.values()]
 
     def show_averages(self) -> None:
         """Before an evaluation, where ranks train alone (``"ring_local"``): parameters become the
@@ -188,7 +191,8 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
             timeline=self.timeline,
             warn=_warn,
         )
-        called.follow(replicas)
+        called.replicas = replicas
+        weakref.finalize(called, replicas.remove, wait=False).atexit = False
         self._modules[self._num_modules] = called
         if comm is not None:
             rank_zero_info(
@@ -289,53 +293,58 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         storage_options: Any = None,
         filter: dict[str, Any] | None = None,
     ) -> None:
-        for _, module in _ring_modules(state):
-            _replicas(module).show_averages()
-        kept = {name: _replicas(one).algorithm.state_dict() for name, one in _ring_modules(state)}
+        kept = {}
+        for name, replicas in _replicas_in(state):
+            replicas.show_averages()
+            kept[name] = replicas.algorithm.state_dict()
         if any(kept.values()) and self.communicator is not None:
             state = state | {ALGORITHM_KEY: kept}
         super().save_checkpoint(path, state, storage_options, filter)
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self, path: Any, state: Any = None, strict: bool = True, **options: Any
     ) -> dict[str, Any]:
         if isinstance(state, Optimizer):
-            saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            load_optimizer_state_dict(self._algorithm_of(state), state, saved)
+            self._loads(state).load_state_dict(self.checkpoint_io.load_checkpoint(path, **options))
             return {}
         if not isinstance(state, dict):
-            return super().load_checkpoint(path, state, strict, weights_only)
-        optimizers = {name: one for name, one in state.items() if isinstance(one, Optimizer)}
-        others = {name: one for name, one in state.items() if name not in optimizers}
-        remainder = super().load_checkpoint(path, others, strict, weights_only)
-        _validate_keys_for_strict_loading(optimizers.keys(), remainder.keys(), strict=strict)
-        state.update(others)
-        for name, optimizer in optimizers.items():
-            if name in remainder:
-                algorithm = self._algorithm_of(optimizer)
-                load_optimizer_state_dict(algorithm, optimizer, remainder.pop(name))
+            return super().load_checkpoint(path, state, strict, **options)
+        filled = {
+            name: self._loads(one) if isinstance(one, Optimizer) else one
+            for name, one in state.items()
+        }
+        remainder = super().load_checkpoint(path, filled, strict, **options)
+        state.update((name, one) for name, one in filled.items() if type(one) is not _LoadsState)
         kept = remainder.pop(ALGORITHM_KEY, {})
-        for name, module in _ring_modules(state) if self.communicator is not None else ():
-            if problem := _replicas(module).algorithm.load_state_dict(kept.get(name, {})):
+        for name, replicas in _replicas_in(state) if self.communicator is not None else ():
+            if problem := replicas.algorithm.load_state_dict(kept.get(name, {})):
                 _warn(problem)
         return remainder
 
+    def _loads(self, optimizer: Optimizer) -> _LoadsState:
+        return _LoadsState(
+            partial(load_optimizer_state_dict, self._algorithm_of(optimizer), optimizer)
+        )
 
-def _ring_modules(state: dict[str, Any]) -> Iterator[tuple[str, RingModule]]:
-    return ((name, one) for name, one in state.items() if isinstance(one, RingModule))
+
+@dataclass
+class _LoadsState:
+    """An optimizer to `DDPStrategy`: gets its state from a checkpoint."""
+
+    load_state_dict: Callable[[dict[str, Any]], None]
+    state_dict: Callable[[], dict[str, Any]] = dict
+
+
+def _replicas_in(state: dict[str, Any]) -> Iterator[tuple[str, Replicas]]:
+    return ((name, one.replicas) for name, one in state.items() if isinstance(one, RingModule))
 
 
 def _complete(module: nn.Module) -> nn.Module:
     """The user's module, when all of its parameters have arrived."""
     if not isinstance(module, RingModule):
         return module
-    _replicas(module).wait_parameters()
+    module.replicas.wait_parameters()
     return module.module
-
-
-def _replicas(module: RingModule) -> Replicas:
-    found: Replicas = vars(module)["replicas"]
-    return found
 
 
 def _warn(message: str) -> None:
@@ -348,6 +357,8 @@ class RingModule(nn.Module):
     long as it does.
     """
 
+    replicas: Replicas
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -358,22 +369,11 @@ class RingModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self.module, memo)  # a copy trains alone
 
-    def follow(self, replicas: Replicas) -> None:
-        object.__setattr__(self, "replicas", replicas)  # Replicas is no part of the module's state
-        weakref.finalize(self, replicas.remove, wait=False).atexit = False
-
 
 class BackwardSyncControl(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not enabled:
-            return nullcontext()
-        if not isinstance(module, RingModule):
-            raise TypeError(
-                "Blocking backward sync is only possible if the module passed to "
-                "`fabric.no_backward_sync` was set up by `fabric.setup`. Got: "
-                f"{type(module).__name__}."
-            )
-        return module.replicas.no_sync()  # type: ignore[union-attr, operator]
+        assert isinstance(module, RingModule)  # `Fabric.no_backward_sync` has asked
+        return module.replicas.no_sync() if enabled else nullcontext()
 
 
 # states of the algorithms (residuals), by the name of the module
