@@ -301,7 +301,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
             state = state | {ALGORITHM_KEY: kept}
         super().save_checkpoint(path, state, storage_options, filter)
 
-    def load_checkpoint(
+    def load_checkpoint(  # type: ignore[override]
         self, path: Any, state: Any = None, strict: bool = True, **options: Any
     ) -> dict[str, Any]:
         if isinstance(state, Optimizer):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -357,8 +356,7 @@ def warn_of_padding(dataloader: object, world_size: int) -> None:
     many.
     """
     sampler = getattr(dataloader, "sampler", None)
-    unrepeated = isinstance(sampler, UnrepeatedDistributedSampler)
-    if unrepeated or not isinstance(sampler, DistributedSampler):
+    if not isinstance(sampler, DistributedSampler):
         return
     num_samples, written = len(sampler.dataset), written_sampler(sampler)  # type: ignore[arg-type]
     name = type(written).__name__

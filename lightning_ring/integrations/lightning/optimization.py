@@ -15,13 +15,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import ShardsState
 from lightning_ring.errors import ConfigurationError
-
-_NAME = "no_sync"
 
 
 class NoSync:
@@ -40,20 +38,6 @@ class NoSync:
 
     def __reduce__(self) -> Any:
         return partial, (nullcontext,)
-
-
-def add_no_sync(
-    module: nn.Module, block_backward_sync: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """Give ``module`` the method, unless it has an attribute of that name."""
-    if not hasattr(module, _NAME):
-        vars(module)[_NAME] = NoSync(block_backward_sync)
-
-
-def remove_no_sync(module: nn.Module) -> None:
-    """Undo `add_no_sync`. An attribute of the user stays."""
-    if isinstance(vars(module).get(_NAME), NoSync):
-        del vars(module)[_NAME]
 
 
 def calls_manual_backward(module: LightningModule) -> bool:
@@ -97,9 +81,12 @@ class ZeroLoss:
         """A zero loss for the current step, whose ``output`` is `None` or comes from a repeated
         batch.
         """
+        self._repeated_loss = None
         if has_data:
             _warn_of_none(rank)
-        self._repeated_loss = None if has_data else _loss_of(output)
+        else:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            self._repeated_loss = loss if isinstance(loss, Tensor) else None
         self.in_use = True
         return torch.zeros((), device=device, requires_grad=True)
 
@@ -112,11 +99,6 @@ class ZeroLoss:
         if loss is not None and loss.requires_grad:
             with algorithm.backwards.discarding():
                 loss.backward(torch.zeros_like(loss))
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) else None
 
 
 @cache

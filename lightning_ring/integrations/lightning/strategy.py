@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.hooks import StepHooks
-from lightning_ring.algorithms.optional import ShardsState
+from lightning_ring.algorithms.optional import ShardsState, optimizer_state_dict
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, check_same_model, params_of
@@ -51,30 +51,27 @@ from lightning_ring.integrations.lightning.checkpoints import (
     SavedStates,
     count_trained_batches,
     load_optimizer_states,
-    sharded_optimizer_state,
 )
 from lightning_ring.integrations.lightning.data import ActiveRanks, Policy, TrainingLoaders
 from lightning_ring.integrations.lightning.optimization import (
+    NoSync,
     ZeroLoss,
-    add_no_sync,
     calls_manual_backward,
     check_algorithm,
     follow_clipping,
     leave_clipping,
-    remove_no_sync,
 )
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
 from lightning_ring.integrations.lightning.stop_requests import (
+    IN_SLURM,
     StopRequest,
     StopRequests,
     ignore_in_workers,
-    in_slurm_job,
     leave_sigterm_to_the_buckets,
     stop_signals,
 )
 from lightning_ring.integrations.lightning.whole_weights import (
     average_before_reading,
-    average_weight_averages,
     complete_parameters_in_hooks,
     leave_trainer,
     show_averages,
@@ -91,6 +88,20 @@ from lightning_ring.options import (
     Topology,
     Uneven,
 )
+
+
+def _evaluates(name: str) -> Any:
+    """The step ``name`` of every strategy. Failures are reported; it raises if this rank was asked
+    to stop.
+    """
+
+    def step(self: RingStrategy, *args: Any, **kwargs: Any) -> Any:
+        with self._reporting_failures():
+            if self._requests.pending == StopRequest.STOP and self._step_hooks is None:
+                raise SIGTERMException(143)
+            return getattr(DDPStrategy, name)(self, *args, **kwargs)
+
+    return step
 
 
 class RingStrategy(RankedStrategy):
@@ -268,7 +279,8 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         self._requests.stops_together = False
         self.algorithm = self._new_algorithm() if self._comm is not None else Algorithm()
-        add_no_sync(self.model, self.block_backward_sync)
+        if not hasattr(self.model, "no_sync"):
+            self.model.no_sync = NoSync(self.block_backward_sync)  # type: ignore[assignment]
         if self._comm is not None:
             self._training_loaders.follow(trainer)
             if self.options.monitor:
@@ -329,8 +341,8 @@ class RingStrategy(RankedStrategy):
         """Take back what `setup` has changed in module, plugins and Trainer."""
         self._remove_step_hooks()
         leave_clipping(self.precision_plugin)
-        if self.model is not None:
-            remove_no_sync(self.model)
+        if self.model is not None and isinstance(vars(self.model).get("no_sync"), NoSync):
+            del self.model.no_sync  # an attribute of the user stays
         if self._trainer is not None:
             leave_trainer(self._trainer)
             self._training_loaders.release(self._trainer)
@@ -341,7 +353,7 @@ class RingStrategy(RankedStrategy):
     # -- training
 
     def process_dataloader(self, dataloader: object) -> object:
-        if in_slurm_job(os.environ):
+        if IN_SLURM in os.environ:
             signals = [*stop_signals(), self.options.requeue_signal]
             ignore_in_workers(dataloader, list(filter(None, signals)), self.global_rank)
         if self._comm is None or self._trainer is None:
@@ -355,13 +367,10 @@ class RingStrategy(RankedStrategy):
             self.algorithm.overlaps = steps_may_overlap(self._trainer)
         super().on_train_start()
         self.timeline.begin_training()
-        if self.options.keep_freed_memory and self.root_device.type == "cpu":
-            self.keeps_freed_memory = keep_freed_memory()
-        if self.keeps_freed_memory:
-            rank_zero_info(
-                "lightning_ring: memory that a step frees is kept for the next one "
-                "(keep_freed_memory=True)"
-            )
+        keeps = self.options.keep_freed_memory and self.root_device.type == "cpu"
+        if keeps and keep_freed_memory():
+            self.keeps_freed_memory = True
+            _inform("memory that a step frees is kept for the next one (keep_freed_memory=True)")
 
     def on_train_end(self) -> None:
         self._wait_parameters()
@@ -459,13 +468,19 @@ class RingStrategy(RankedStrategy):
         wait_parameters(self.algorithm, alone=self._alone)
 
     def _show_averages(self) -> None:
-        if self._step_hooks is None or not self.algorithm.steps_alone:
+        trainer, comm = self._trainer, self._comm
+        if self._step_hooks is None or trainer is None or comm is None:
+            return
+        if not self.algorithm.steps_alone:
+            return
+        if self._alone:
+            _warn(
+                "after the exception the weights, and a checkpoint of them, are this rank's, and "
+                "not the average of the ranks'. Go on from an earlier checkpoint."
+            )
             return
         with self._reporting_failures():
-            show_averages(self.algorithm, alone=self._alone)
-            if not self._alone and self._trainer is not None:
-                assert self._comm is not None
-                average_weight_averages(self._trainer, self._comm, self.root_device)
+            show_averages(self.algorithm, trainer, comm, self.root_device)
 
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()
@@ -479,24 +494,9 @@ class RingStrategy(RankedStrategy):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluation_step(self) -> Iterator[None]:
-        with self._reporting_failures():
-            if self._requests.pending == StopRequest.STOP and self._step_hooks is None:
-                raise SIGTERMException(143)
-            yield
+    validation_step = _evaluates("validation_step")
+    test_step = _evaluates("test_step")
+    predict_step = _evaluates("predict_step")
 
     def _broadcast_buffers(self) -> None:
         if self.model is not None and (comm := self._buffers_comm) is not None:
@@ -542,19 +542,21 @@ class RingStrategy(RankedStrategy):
         """
         if not self.algorithm.sharded:
             return super().optimizer_state(optimizer)
-        alone = self._alone and not self._requests.stops_together
-        return sharded_optimizer_state(
-            optimizer, self.algorithm, is_rank_zero=self.is_global_zero, alone=alone
-        )
+        if self._alone and not self._requests.stops_together:
+            _warn(
+                "a checkpoint after an exception holds no optimizer state where that is sharded "
+                "(ring_sharded, ParameterServer): the other ranks, which have their shards of it, "
+                "may be gone."
+            )
+            return {}
+        return optimizer_state_dict(self.algorithm, optimizer, is_rank_zero=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         comm = None if self._holds_equal_state else self._comm
         load_optimizer_states(states, self.optimizers, self.algorithm, self.root_device, comm)
-        if self._comm is not None:
-            self._saved_states.restore_algorithm(self.algorithm)
-        # not later: the loaders' iterators draw their seeds from this state next
-        self._saved_states.restore_random(self.global_rank, self.world_size)
+        # not later: the loaders' iterators draw their seeds from the random state next
+        self._saved_states.restore(self.algorithm, self.global_rank, self.world_size)
 
     # -- requests to stop
 

@@ -109,19 +109,6 @@ def wait_parameters(algorithm: Algorithm, *, alone: bool) -> None:
         )
 
 
-def show_averages(algorithm: Algorithm, *, alone: bool) -> None:
-    """Put the ranks' average into the place of the parameters, where ranks step alone.
-    Collective, unless ``alone``.
-    """
-    if alone:
-        rank_zero_warn(
-            "lightning_ring: after the exception the weights, and a checkpoint of them, are this "
-            "rank's, and not the average of the ranks'. Go on from an earlier checkpoint."
-        )
-        return
-    optional.show_averages(algorithm)
-
-
 def average_before_reading(trainer: pl.Trainer, show_averages: Callable[[], None]) -> None:
     """Until `leave_trainer`, have averages in place before validations, and at the end of epochs
     and of the fit.
@@ -134,12 +121,16 @@ def average_before_reading(trainer: pl.Trainer, show_averages: Callable[[], None
 
 
 @torch.no_grad()
-def average_weight_averages(trainer: pl.Trainer, comm: Communicator, device: torch.device) -> None:
-    """Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the
-    ranks. Collective.
+def show_averages(
+    algorithm: Algorithm, trainer: pl.Trainer, comm: Communicator, device: torch.device
+) -> None:
+    """Put the ranks' average into the place of the parameters, where ranks step alone. Collective.
 
-    The averages over steps are linear, so that it is that of the ranks' average, and so it remains.
+    Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the
+    ranks. The averages over steps are linear, so that it is that of the ranks' average, and so it
+    remains.
     """
+    optional.show_averages(algorithm)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             params = [param.detach() for param in callback._average_model.module.parameters()]

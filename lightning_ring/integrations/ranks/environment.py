@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.job import current_job
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
-from lightning_ring.job.members import shares_gpus
+from lightning_ring.job.members import JobMember, info_of, shares_gpus
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
 from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import reserve_port
@@ -35,9 +35,9 @@ class RingEnvironment(ClusterEnvironment):
     """Rank and world size for Lightning, from one `RankInfo`.
 
     It takes the ranks of this process's open job, else the launcher's variables, else the process
-    group that is open, and opens nothing. MPI starts at `discover`, or at the
-    first question that only MPI can answer (`node_rank`, with several nodes). A process with none
-    of these is one rank until Lightning starts more (``start_method`` spawn and fork:
+    group that is open, and opens nothing. MPI starts at `discover`, or at the first question that
+    only MPI can answer (`node_rank`, with several nodes). A process with none of these is one rank
+    until Lightning starts more (``start_method`` spawn and fork:
     `set_world_size`, `set_global_rank`).
 
     Raises:
@@ -117,11 +117,9 @@ class RingEnvironment(ClusterEnvironment):
     @property
     def _known(self) -> RankInfo | LaunchVariables:
         """The numbers that are known without starting MPI."""
-        return (
-            self._variables
-            if self._info is None and self._variables is not None
-            else self.discover()
-        )
+        if self._info is None and self._variables is not None:
+            return self._variables
+        return self.discover()
 
     def world_size(self) -> int:
         return self._known.world_size
@@ -186,7 +184,7 @@ def _launcher_or_open_group() -> LaunchVariables | None:
     """The launcher's variables. Lightning's DDP starts ranks with fewer, and removes one after a
     fit: an open process group of torch.distributed then has the rest."""
     group: LaunchVariables | None = None
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = dist.get_rank(), dist.get_world_size()
         group = LaunchVariables("group", "torch.distributed", *ranks)
     try:
@@ -199,15 +197,10 @@ def _launcher_or_open_group() -> LaunchVariables | None:
 
 def _info_from_open_group() -> RankInfo:
     """Collective over torch.distributed's default group."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    hosts: list[str] = [""] * world_size
+    hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    nodes = list(dict.fromkeys(hosts))
-    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    node_rank = nodes.index(hosts[rank])
-    return RankInfo(
-        rank, world_size, local.index(rank), len(local), node_rank, len(nodes), source="group"
-    )
+    members = [JobMember(rank, hosts.index(host)) for rank, host in enumerate(hosts)]
+    return info_of(dist.get_rank(), members, "group", 0)
 
 
 def _spawned(rank: int, world_size: int) -> RankInfo:

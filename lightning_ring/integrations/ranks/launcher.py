@@ -47,7 +47,6 @@ class RingLauncher(_Launcher):
         self._num_nodes = num_nodes
         self._use_mpi = use_mpi
         self._limits = limits
-        self._job: Supervisor | ElasticJob | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -64,8 +63,7 @@ class RingLauncher(_Launcher):
             ConfigurationError: Several nodes, which only mpirun, ringrun, srun or torchrun can
                 start.
         """
-        alone = self._num_processes * self._num_nodes == 1 and self._limits is None
-        if self._environment.creates_processes_externally or alone:
+        if self._environment.creates_processes_externally:
             return function(*args, **kwargs)
         if self._num_nodes > 1:
             ranks, slots = self._num_processes * self._num_nodes, self._num_processes
@@ -80,8 +78,8 @@ class RingLauncher(_Launcher):
             started = elastic_script_job(self._limits)
         else:
             started = script_job(self._num_processes, use_mpi=self._use_mpi)
-        with started as self._job:
-            code = self._job.run()
+        with started as job:
+            code = job.run()
         if trainer is not None:
             # Lightning now treats the exit as an interrupted fit; it must not save or log in the
             # ranks' place
@@ -90,6 +88,4 @@ class RingLauncher(_Launcher):
         raise JobFinished(code)
 
     def kill(self, signum: int) -> None:
-        """Lightning calls it when it gets a signal itself. In a rank there is nothing to kill."""
-        if self._job is not None:
-            self._job.kill(signum)
+        """Only ranks have Lightning's handlers of signals; they have no processes to kill."""
