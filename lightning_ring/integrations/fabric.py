@@ -29,12 +29,10 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
-from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.integrations.lightning.data import warn_of_padding
 from lightning_ring.integrations.lightning.optimization import refuse_scaler
-from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.strategy import OnRingRanks
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
@@ -106,19 +104,16 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         given = locals()
         check_choice("RingFabricStrategy", "broadcast_buffers", broadcast_buffers, (True, False))
         taken = {field.name for field in fields(RingOptions)} & given.keys() - {"broadcast_buffers"}
-        self.options = _FabricOptions(**{name: given[name] for name in taken})
         super().__init__(
+            "Fabric",
+            _FabricOptions(**{name: given[name] for name in taken}),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=RingEnvironment(caller="Fabric"),
             checkpoint_io=checkpoint_io,
             precision=precision,
-            timeout=timeout,
-            start_method=start_method,
         )
         self._backward_sync_control = BackwardSyncControl()
         self._broadcasts_buffers = broadcast_buffers
-        self.listeners: list[Listener] = []
         self.timeline: LoopTimeline | None = None
         # in the order of their set-up
         self._modules: WeakValueDictionary[int, RingModule] = WeakValueDictionary()
@@ -173,12 +168,11 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         algorithm = self.options.new_algorithm()
-        if algorithm.steps_alone and self.communicator is not None:
-            refuse_scaler(self.precision, type(algorithm).__name__)
+        if (comm := self.communicator) is not None:
+            refuse_scaler(self.precision, algorithm)
         called = RingModule(module)
         label = f"module {self._num_modules}: " if self._num_modules else ""
         self._num_modules += 1
-        comm = self.communicator
         replicas = Replicas(
             module,
             (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from types import CodeType
@@ -46,23 +46,17 @@ def calls_manual_backward(module: LightningModule) -> bool:
     If so, a plain ``loss.backward()`` has another purpose (an adversarial example, a saliency map)
     and stays local, as under DDP. If not, plain backwards are the training.
     """
-    return any(
-        "manual_backward" in code.co_names
-        for owner in type(module).__mro__[: type(module).__mro__.index(LightningModule)]
-        for value in vars(owner).values()
-        for code in _codes(
-            getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
-        )
+    owners = set(type(module).__mro__) - set(LightningModule.__mro__)
+    values = [value for owner in owners for value in vars(owner).values()]
+    functions = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]
+    return any(_names_it(getattr(function, "__code__", None)) for function in functions)
+
+
+def _names_it(code: Any) -> bool:
+    """Whether ``code``, or that of a nested function, names ``manual_backward``."""
+    return isinstance(code, CodeType) and (
+        "manual_backward" in code.co_names or any(map(_names_it, code.co_consts))
     )
-
-
-def _codes(code: CodeType | None) -> Iterator[CodeType]:
-    """``code`` and the code of nested functions."""
-    if code is not None:
-        yield code
-        for const in code.co_consts:
-            if isinstance(const, CodeType):
-                yield from _codes(const)
 
 
 log = logging.getLogger(__name__)
@@ -110,25 +104,20 @@ def _warn_of_none(rank: int) -> None:
     )
 
 
-def check_algorithm(algorithm: Algorithm, trainer: pl.Trainer) -> None:
-    """Check that ``algorithm`` can train with the settings of ``trainer``.
+def follow_clipping(algorithm: Algorithm, trainer: pl.Trainer) -> None:
+    """Until `leave_clipping`: a norm that the precision plugin clips by covers the shards of all
+    ranks; and `self.clip_gradients` of a module raises, if ``algorithm`` cannot have that.
 
     Raises:
-        ConfigurationError: It cannot train with this loss scaler or this clipping.
+        ConfigurationError: It cannot train with the Trainer's loss scaler or clipping.
     """
-    if algorithm.steps_alone:
-        refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
-    if trainer.gradient_clip_val and (why := algorithm.refuses_clipping):
-        raise ConfigurationError(
-            f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
-        )
-
-
-def follow_clipping(plugin: Precision, algorithm: Algorithm) -> None:
-    """Until `leave_clipping`: a norm that ``plugin`` clips by covers the shards of all ranks; and
-    `self.clip_gradients` of a module raises, if ``algorithm`` cannot have that.
-    """
-    if algorithm.refuses_clipping:
+    plugin = trainer.precision_plugin
+    refuse_scaler(plugin, algorithm)
+    if why := algorithm.refuses_clipping:
+        if trainer.gradient_clip_val:
+            raise ConfigurationError(
+                f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
+            )
         plugin.clip_gradients = partial(_refuse_to_clip, plugin.clip_gradients, algorithm)  # type: ignore[method-assign]
     plain = type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
     if plain and isinstance(algorithm, ShardsState):
@@ -153,16 +142,16 @@ def _clip_by_norm(plugin: Precision, algorithm: Algorithm, optimizer: Any, clip_
     algorithm.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
 
-def refuse_scaler(precision: Any, algorithm: str) -> None:
-    """For an algorithm whose ranks step with gradients of their own.
+def refuse_scaler(precision: Any, algorithm: Algorithm) -> None:
+    """Check ``precision`` for an algorithm whose ranks step with gradients of their own.
 
     Raises:
         ConfigurationError: ``precision``, a plugin of Lightning or Fabric, has a loss scaler, which
             skips a step if a gradient is not finite.
     """
-    if getattr(precision, "scaler", None) is not None:
+    if algorithm.steps_alone and getattr(precision, "scaler", None) is not None:
         raise ConfigurationError(
-            f"algorithm {algorithm} got a precision with a loss scaler "
+            f"algorithm {type(algorithm).__name__} got a precision with a loss scaler "
             f"({type(precision).__name__}, '16-mixed'): ranks would skip different steps. Use "
             "precision 'bf16-mixed', or strategy 'ring'."
         )

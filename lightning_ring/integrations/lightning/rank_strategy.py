@@ -14,9 +14,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from lightning_ring.comm.recording import Listener
 from lightning_ring.integrations.lightning.data import ActiveRanks
-from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.strategy import OnRingRanks
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.options import RingOptions
@@ -42,14 +40,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         from lightning_ring.monitor.step_timeline import StepTimeline
         from lightning_ring.timeline.settings import timeline_path
 
-        super().__init__(
-            cluster_environment=RingEnvironment(),
-            timeout=options.timeout,
-            start_method=options.start_method,
-            **of_every_strategy,
-        )
-        self.options = options
-        self.listeners: list[Listener] = []
+        super().__init__("Trainer", options, **of_every_strategy)
         self.timeline: StepTimeline = StepTimeline(
             timeline_path(options.timeline, os.environ), self.listeners
         )
@@ -82,7 +73,9 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     # -- failures
 
     def on_exception(self, exception: BaseException) -> None:
-        self._report(exception)
+        watch = self._job.watch if self._job is not None else None
+        if watch is not None and not isinstance(exception, SystemExit):
+            watch.report(exception)
 
     @property
     def has_data(self) -> bool:
@@ -96,7 +89,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return self.lightning_module._trainer if self.lightning_module is not None else None
 
     @property
-    def _alone(self) -> bool:
+    def _alone(self) -> bool:  # type: ignore[override]
         """After an exception ranks run different code: what they do on their way out must not
         wait for others.
         """
@@ -112,14 +105,6 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         stage = "" if trainer.training else f" ({trainer.state.stage.value})"
         return f"epoch {trainer.current_epoch}{stage}, after optimizer step {trainer.global_step}"
 
-    def _report(self, exception: BaseException) -> None:
-        if (
-            self._job is not None
-            and self._job.watch is not None
-            and not isinstance(exception, SystemExit)
-        ):
-            self._job.watch.report(exception)
-
     @contextmanager
     def _reporting_failures(self) -> Iterator[None]:
         # at once, before callbacks handle the exception: they may save checkpoints while the other
@@ -129,5 +114,5 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         except StopIteration:
             raise  # no failure: a step that takes `dataloader_iter` ends its epoch so
         except Exception as exception:
-            self._report(exception)
+            RankedStrategy.on_exception(self, exception)
             raise

@@ -42,7 +42,7 @@ from lightning_ring.algorithms.optional import ShardsState, optimizer_state_dict
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, check_same_model, params_of
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sharded_gradient import sum_of_squares
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
@@ -57,7 +57,6 @@ from lightning_ring.integrations.lightning.optimization import (
     NoSync,
     ZeroLoss,
     calls_manual_backward,
-    check_algorithm,
     follow_clipping,
     leave_clipping,
 )
@@ -76,7 +75,6 @@ from lightning_ring.integrations.lightning.whole_weights import (
     leave_trainer,
     show_averages,
     steps_may_overlap,
-    wait_parameters,
 )
 from lightning_ring.options import (
     Backend,
@@ -162,6 +160,7 @@ class RingStrategy(RankedStrategy):
 
     strategy_name = "ring"
     _options: ClassVar[type[RingOptions]] = RingOptions
+    _step_hooks: StepHooks | None = None  # in a fit of several ranks
 
     def __init__(
         self,
@@ -197,7 +196,6 @@ class RingStrategy(RankedStrategy):
             precision_plugin=precision_plugin,
         )
         self.algorithm = Algorithm()  # of the current fit, or the last one
-        self._step_hooks: StepHooks | None = None  # in a fit of several ranks
         self._recorded: RecordedCommunicator | None = None
         self._zero_loss = ZeroLoss()
         self._calls_manual_backward = False
@@ -300,8 +298,7 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
-        check_algorithm(self.algorithm, trainer)
-        follow_clipping(self.precision_plugin, self.algorithm)
+        follow_clipping(self.algorithm, trainer)
         if self.algorithm.steps_alone:
             average_before_reading(trainer, self._show_averages)
         self._step_hooks = StepHooks(self.algorithm)
@@ -317,8 +314,7 @@ class RingStrategy(RankedStrategy):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         """Set by Lightning, and by ``trainer.optimizers = [...]`` in the middle of a training."""
         RankedStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        # DDPStrategy's constructor sets them too
-        if getattr(self, "_step_hooks", None) is not None:
+        if self._step_hooks is not None:
             self.algorithm.set_optimizers(optimizers)
 
     def teardown(self) -> None:
@@ -465,7 +461,18 @@ class RingStrategy(RankedStrategy):
             return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
     def _wait_parameters(self) -> None:
-        wait_parameters(self.algorithm, alone=self._alone)
+        algorithm = self.algorithm
+        try:
+            algorithm.wait_parameters()
+        except RingError as error:
+            if not self._alone or not isinstance(algorithm, ShardsState):
+                raise
+            algorithm.show()
+            _warn(
+                "after the exception some parameters did not arrive from the ranks that stepped "
+                f"them ({type(error).__name__}). On this rank the weights, and a checkpoint of "
+                "them, mix those before and after the last step: go on from an earlier checkpoint."
+            )
 
     def _show_averages(self) -> None:
         trainer, comm = self._trainer, self._comm

@@ -4,19 +4,18 @@ own ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ring.algorithms import optional
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.replicate import average_tensors
-from lightning_ring.errors import RingError
 
 _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
 _BETWEEN_STEPS = (  # of a module, after a step and before the next forward
@@ -70,43 +69,22 @@ def complete_parameters_in_hooks(trainer: pl.Trainer, wait_parameters: Callable[
 
 def steps_may_overlap(trainer: pl.Trainer) -> bool:
     """Whether a step may return before its parameters are complete: between two steps nothing
-    reads them, unless the module steps optimizers itself, or a user's hook runs there.
+    reads them, unless the module steps optimizers itself, or a hook runs there that is neither
+    Lightning's nor ours, or of Lightning's `WeightAveraging`.
     """
-    for owner, hook in _between_steps(trainer):
-        rank_zero_info(
-            f"lightning_ring: {type(owner).__name__}.{hook} may read parameters. Each step "
-            "waits for all of them, instead of having them arrive while the next forward runs."
-        )
-        return False
-    return trainer.lightning_module.automatic_optimization
-
-
-def _between_steps(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Callbacks and modules with hooks between two steps that may read parameters: those that are
-    neither Lightning's nor ours, and of Lightning's `WeightAveraging`.
-    """
-    hooks = [(callback, name) for callback in trainer.callbacks for name in _EACH_BATCH]  # type: ignore[attr-defined]
-    for owner, name in (*hooks, *((trainer.lightning_module, name) for name in _BETWEEN_STEPS)):
+    module = trainer.lightning_module
+    hooks: list[tuple[Any, str]] = [(module, name) for name in _BETWEEN_STEPS]
+    hooks += [(callback, name) for callback in trainer.callbacks for name in _EACH_BATCH]  # type: ignore[attr-defined]
+    for owner, name in hooks:
         package = getattr(getattr(owner, name), "__module__", "")
         known = package.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_ring")
         if not known or package.endswith("weight_averaging"):
-            yield owner, name
-
-
-def wait_parameters(algorithm: Algorithm, *, alone: bool) -> None:
-    """Return when all parameters have arrived; ``alone``: after an exception, when they may not."""
-    try:
-        algorithm.wait_parameters()
-    except RingError as error:
-        if not alone or not isinstance(algorithm, optional.ShardsState):
-            raise
-        algorithm.show()
-        rank_zero_warn(
-            "lightning_ring: after the exception some parameters did not arrive from the ranks "
-            f"that stepped them ({type(error).__name__}). On this rank the weights, and a "
-            "checkpoint of them, mix those before and after the last step: go on from an earlier "
-            "checkpoint."
-        )
+            rank_zero_info(
+                f"lightning_ring: {type(owner).__name__}.{name} may read parameters. Each step "
+                "waits for all of them, instead of having them arrive while the next forward runs."
+            )
+            return False
+    return module.automatic_optimization
 
 
 def average_before_reading(trainer: pl.Trainer, show_averages: Callable[[], None]) -> None:

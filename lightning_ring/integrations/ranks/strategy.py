@@ -36,9 +36,19 @@ class OnRingRanks:
     among the bases.
     """
 
-    options: RingOptions
-    listeners: list[Listener]
     _job: Job | None = None
+    # whether what this rank does must not wait for others, as after an exception
+    _alone = False
+
+    def __init__(self, caller: str, options: RingOptions, **of_every_strategy: Any) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            cluster_environment=RingEnvironment(caller),
+            timeout=options.timeout,
+            start_method=options.start_method,
+            **of_every_strategy,
+        )
+        self.options = options
+        self.listeners: list[Listener] = []
 
     @property
     def ring_environment(self: Any) -> RingEnvironment:
@@ -62,11 +72,6 @@ class OnRingRanks:
         if self._job is None or (self.world_size == 1 and not self.options.force_communication):
             return None
         return self._job.communicator
-
-    @property
-    def _alone(self) -> bool:
-        """Whether what this rank does must not wait for others, as after an exception."""
-        return False
 
     @property
     def hosts(self) -> list[str]:
