@@ -214,6 +214,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return stepped
 
     def _algorithm_of(self, optimizer: Any) -> Algorithm:
+        """That of all modules that ``optimizer`` steps, whose backwards are complete now."""
         found = self._stepped_by(optimizer)
         return found[0].algorithm if found else Algorithm()
 
@@ -231,13 +232,13 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        stepped = self._stepped_by(optimizer)
-        if not any(replicas.algorithm.sharded for replicas in stepped):
+        algorithm = self._algorithm_of(optimizer)
+        if not algorithm.sharded:
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
             )
         self.precision.unscale_gradients(optimizer)
-        parameters, algorithm = list(self.precision.main_params(optimizer)), stepped[0].algorithm
+        parameters = list(self.precision.main_params(optimizer))
         if (
             error_if_nonfinite
             and not algorithm.clip_grad_norm_(parameters, float("inf"), norm_type).isfinite()
@@ -252,9 +253,8 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
-        for replicas in self._stepped_by(optimizer):
-            if why := replicas.algorithm.refuses_clipping:
-                raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
+        if why := self._algorithm_of(optimizer).refuses_clipping:
+            raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

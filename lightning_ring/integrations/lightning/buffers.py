@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -23,12 +24,11 @@ class BufferBroadcast:
     no training step reads them. Any other buffer (a queue of features, a codebook) may enter the
     loss. Therefore those are compared over the ranks before training batches 1, 2, 4, 8, ... of the
     fit, counted from 0; the buffers that differ are broadcast before every training step from then
-    on, as DDP does, and ``warn`` is called with a message for the user.
+    on, as DDP does, with a warning.
     """
 
-    def __init__(self, when: BroadcastBuffers, warn: Callable[[str], None]) -> None:
+    def __init__(self, when: BroadcastBuffers) -> None:
         self._when = when
-        self._warn = warn
         self._num_batches = 0
         self._every_step: set[str] = set()
 
@@ -87,11 +87,11 @@ class BufferBroadcast:
         late = f" In {self._num_batches - 1} training step(s) before, they may have differed." * (
             self._num_batches > 1
         )
-        self._warn(
-            f"training changes the buffer(s) {', '.join(different)} differently on each rank. From "
-            "now on rank 0's values replace the others' before every training step, as DDP "
-            f"does.{late} RingStrategy(broadcast_buffers='step') does so for all buffers from the "
-            "first step; with broadcast_buffers='start' each rank keeps its own."
+        rank_zero_warn(
+            f"lightning_ring: training changes the buffer(s) {', '.join(different)} differently on "
+            "each rank. From now on rank 0's values replace the others' before every training "
+            f"step, as DDP does.{late} RingStrategy(broadcast_buffers='step') does so for all "
+            "buffers from the first step; with broadcast_buffers='start' each rank keeps its own."
         )
 
 

@@ -10,6 +10,7 @@ in buffers and logged means. Metric objects that count by themselves do see it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import deque
@@ -108,25 +109,21 @@ class TrainingLoaders:
         """``needed``: the number of batches after which training ends anyway; ``inf`` if open."""
         batches_of_all = _SUPPORTED_MODES[self._combined._mode]["fn"](self._num_batches)
         mine = batches_of_all, length, self._exact
-        described: list[tuple[float, int | None, bool]] = comm.all_gather_object(
-            mine, name="length of the training loader"
-        )
-        numbers = [number for number, _, _ in described]
-        lengths = [known for _, known, _ in described if known is not None]
-        exact, num_loaders = all(is_exact for _, _, is_exact in described), len(self._num_batches)
-        if num_loaders > 1 and not exact:
+        described: list[Any] = comm.all_gather_object(mine, name="length of the training loader")
+        numbers, lengths, exact = zip(*described, strict=True)
+        few, many, num_loaders = min(numbers), max(numbers), len(self._num_batches)
+        if num_loaders > 1 and not all(exact):
             raise ConfigurationError(
                 f"the fit got {num_loaders} training loaders, of which one has an iterable "
                 "data set or no length: ranks could not tell which of them ends first. Use one "
                 "training loader, or data sets with a length."
             )
-        if len(lengths) < comm.world_size:
+        if None in lengths:
             return AgreedLoader(loader, comm, policy, None)
-        uneven = policy != "alone" and min(numbers) < min(max(numbers), needed)
-        if policy == "alone" and min(numbers) == 0 < max(numbers):
+        uneven = policy != "alone" and few < min(many, needed)
+        if policy == "alone" and few == 0 < many:
             raise UnevenBatchesError(_none_at_all(numbers))
         if uneven and policy == "error":
-            few, many = min(numbers), max(numbers)
             fewest = numbers.index(few)
             raise UnevenBatchesError(
                 f"ranks have different numbers of training batches: rank {fewest} has {few}, rank "
@@ -138,7 +135,7 @@ class TrainingLoaders:
                 f"RingStrategy(uneven='join') was given {num_loaders} training loaders, "
                 "expected one. Combine them into one data set, or use uneven='error'."
             )
-        if exact and not uneven:
+        if all(exact) and not uneven:
             return loader
         longest = lengths[comm.rank] if policy == "alone" else max(lengths)
         return AgreedLoader(loader, comm, policy, longest)
@@ -292,13 +289,11 @@ def _discarding_effects(module: LightningModule) -> Iterator[None]:
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    state = {
-        name: value.clone() if isinstance(value, Tensor) else list(value)
-        for name, value in metric.metric_state.items()
-    }
-    return state | {
-        name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")
-    }
+    state = {}
+    for name in (*metric.metric_state, "_update_count", "_computed", "_forward_cache"):
+        value = getattr(metric, name)
+        state[name] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+    return state
 
 
 def _none_at_all(having: Sequence[object]) -> str:

@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_ring.integrations.lightning.data import ActiveRanks
 from lightning_ring.integrations.ranks.strategy import OnRingRanks
-from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.options import RingOptions
 
 if TYPE_CHECKING:
@@ -49,23 +48,17 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     # -- ranks and devices
 
     def setup_environment(self) -> None:
-        from lightning_ring.monitor.terminal import replace_bars
+        from lightning_ring.monitor.terminal import replace_bars, widen_terminal
 
         self.set_world_ranks()
+        widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
         if self._trainer is not None:
             replace_bars(self._trainer)
         super().setup_environment()
 
     def setup_distributed(self) -> None:
-        from lightning_ring.monitor.terminal import widen_terminal
-
         reset_seed()
-        widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
         self._connect()
-
-    def teardown(self) -> None:
-        super().teardown()
-        withdraw_interface()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return self._reduce(tensor, group, reduce_op, self._active_ranks.during_step)
@@ -86,7 +79,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     @property
     def _trainer(self) -> pl.Trainer | None:
-        return self.lightning_module._trainer if self.lightning_module is not None else None
+        return getattr(self.lightning_module, "_trainer", None)
 
     @property
     def _alone(self) -> bool:  # type: ignore[override]

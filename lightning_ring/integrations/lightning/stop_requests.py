@@ -114,7 +114,6 @@ def leave_sigterm_to_the_buckets(trainer: pl.Trainer) -> None:
 
 
 IN_SLURM = "SLURM_JOB_ID"  # only its jobs have this variable
-_SCONTROL_SECONDS = 60.0
 
 
 def save_and_requeue(trainer: pl.Trainer) -> bool:
@@ -156,7 +155,7 @@ def requeue(job: str) -> str:
     """Queue ``job`` again, which ends it now. Returns an error message, or ``""``."""
     command = ["scontrol", "requeue", job]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{' '.join(command)}: {error}"
     if result.returncode == 0:

@@ -76,6 +76,7 @@ from lightning_ring.integrations.lightning.whole_weights import (
     show_averages,
     steps_may_overlap,
 )
+from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.options import (
     Backend,
     BroadcastBuffers,
@@ -203,7 +204,7 @@ class RingStrategy(RankedStrategy):
         self._requests = StopRequests(self.options.requeue_signal, self._ask_all_ranks)
         self.keeps_freed_memory = False
         self._saved_states = SavedStates()
-        self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
+        self._buffers = BufferBroadcast(self.options.broadcast_buffers)
 
     # -- what users call
 
@@ -324,6 +325,7 @@ class RingStrategy(RankedStrategy):
         algorithm = self.algorithm
         with algorithm.states_shown() if isinstance(algorithm, ShardsState) else nullcontext():
             super().teardown()
+        withdraw_interface()
         if self.keeps_freed_memory:
             self.keeps_freed_memory = False
             return_freed_memory()
@@ -344,7 +346,7 @@ class RingStrategy(RankedStrategy):
             self._training_loaders.release(self._trainer)
         self.algorithm.detach(wait=not self._alone)
         self._active_ranks = ActiveRanks()
-        self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
+        self._buffers = BufferBroadcast(self.options.broadcast_buffers)
 
     # -- training
 
@@ -420,16 +422,15 @@ class RingStrategy(RankedStrategy):
         module, plugin, algorithm = self.lightning_module, self.precision_plugin, self.algorithm
         assert module is not None
         self.pre_backward(closure_loss)
-        with algorithm.backwards.plain_backwards(reduced=False):  # a backward in the user's hook
-            closure_loss = plugin.pre_backward(closure_loss, module)
-        # gradients are averaged before the precision plugin's `post_backward`, which calls the
-        # user's `on_after_backward`: there they are equal on all ranks already a manual
-        # training_step may catch an exception
+        # a manual training_step may catch an exception
         reporting = self._reporting_failures() if module.automatic_optimization else nullcontext()
-        with reporting, algorithm.backward():
-            self._zero_loss.repeat_backward(algorithm)
-            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        with algorithm.backwards.plain_backwards(reduced=False):
+        with algorithm.backwards.plain_backwards(reduced=False):  # backwards in the user's hooks
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            # gradients are averaged before the precision plugin's `post_backward`, which calls the
+            # user's `on_after_backward`: there they are equal on all ranks already
+            with reporting, algorithm.backward():
+                self._zero_loss.repeat_backward(algorithm)
+                plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

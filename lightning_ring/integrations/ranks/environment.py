@@ -213,10 +213,8 @@ def environment_of(strategy: Any, plugins: Any, caller: str) -> RingEnvironment:
     Raises:
         ConfigurationError: There is a cluster environment among ``plugins``, other than Ray's.
     """
-    if not isinstance(strategy, str):
-        environment: RingEnvironment = strategy.cluster_environment
-    else:
-        environment = RingEnvironment(caller=caller)
+    named = isinstance(strategy, str)
+    environment = RingEnvironment(caller) if named else strategy.cluster_environment
     for plugin in plugins if isinstance(plugins, Iterable) else [plugins]:
         if isinstance(plugin, ClusterEnvironment):
             name = type(plugin).__name__
