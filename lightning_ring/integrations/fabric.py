@@ -220,7 +220,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         warn_of_padding(dataloader, self.world_size)
-        return super().process_dataloader(dataloader)
+        return dataloader
 
     # -- gradients
 
@@ -280,20 +280,14 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
             return super().get_optimizer_state(optimizer)
         return optimizer_state_dict(algorithm, optimizer, is_rank_zero=self.is_global_zero)
 
-    def save_checkpoint(
-        self,
-        path: Any,
-        state: dict[str, Any],
-        storage_options: Any = None,
-        filter: dict[str, Any] | None = None,
-    ) -> None:
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
         kept = {}
         for name, replicas in _replicas_in(state):
             replicas.show_averages()
             kept[name] = replicas.algorithm.state_dict()
         if any(kept.values()) and self.communicator is not None:
             state = state | {ALGORITHM_KEY: kept}
-        super().save_checkpoint(path, state, storage_options, filter)
+        super().save_checkpoint(path, state, *args, **options)
 
     def load_checkpoint(  # type: ignore[override]
         self, path: Any, state: Any = None, strict: bool = True, **options: Any

@@ -174,7 +174,7 @@ def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int)
         return
     _auto_add_worker_init_fn(loader, rank)  # Lightning adds it later, and only if there is none
     then = loader.worker_init_fn
-    if not (isinstance(then, functools.partial) and then.func is _start_worker):
+    if getattr(then, "func", None) is not _start_worker:
         loader.worker_init_fn = functools.partial(_start_worker, tuple(signals), then)
 
 

@@ -66,11 +66,11 @@ class RingLauncher(_Launcher):
                 "train.py`, mpirun, srun or torchrun."
             )
         check_not_started_again(os.environ)
-        started: AbstractContextManager[Supervisor | ElasticJob]
-        if self.limits is not None:
-            started = elastic_script_job(self.limits)
-        else:
-            started = script_job(self.num_processes, use_mpi=self.use_mpi)
+        started: AbstractContextManager[Supervisor | ElasticJob] = (
+            elastic_script_job(self.limits)
+            if self.limits is not None
+            else script_job(self.num_processes, use_mpi=self.use_mpi)
+        )
         with started as job:
             code = job.run()
         if trainer is not None:
