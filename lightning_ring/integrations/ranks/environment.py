@@ -137,8 +137,7 @@ class RingEnvironment(ClusterEnvironment):
         return self.discover().local_rank if known is None else known
 
     def local_size(self) -> int:
-        known = self._known.local_size
-        return self.discover().local_size if known is None else known
+        return self._known.local_size or self.discover().local_size
 
     def num_nodes(self) -> int:
         return 1 if self._known.local_size == self.world_size() else self.discover().num_nodes
