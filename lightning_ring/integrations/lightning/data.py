@@ -51,7 +51,7 @@ class TrainingLoaders:
 
     def __init__(self) -> None:
         self.joining: AgreedLoader | None = None
-        self._combined = CombinedLoader([])
+        self._combined: CombinedLoader  # from `_request` on
         self._num_batches: list[Any] = []  # of each loader so far, under the Trainer's limit
         self._exact = True  # none of them may end before
 
