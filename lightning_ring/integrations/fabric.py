@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -17,12 +18,10 @@ import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
 from lightning.fabric.strategies.strategy import (
     _BackwardSyncControl,
-    _validate_keys_for_strict_loading,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,16 +29,21 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
-from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.integrations.lightning.data import warn_of_padding
 from lightning_ring.integrations.lightning.optimization import refuse_scaler
-from lightning_ring.integrations.ranks.environment import RingEnvironment
-from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
+from lightning_ring.integrations.ranks.strategy import OnRingRanks
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
-from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
+from lightning_ring.options import (
+    Backend,
+    BucketCap,
+    RingOptions,
+    StartMethod,
+    Topology,
+    check_choice,
+)
 from lightning_ring.timeline.settings import timeline_path
 
 
@@ -78,8 +82,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         RankDiscoveryError: The launcher's variables contradict each other.
     """
 
-    multiprocessing_launcher = _MultiProcessingLauncher
-
     def __init__(
         self,
         *,
@@ -100,25 +102,18 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         precision: Precision | None = None,
     ) -> None:
         given = locals()
-        if not isinstance(broadcast_buffers, bool):
-            raise ConfigurationError(
-                f"RingFabricStrategy got broadcast_buffers={broadcast_buffers!r}, expected True or "
-                "False."
-            )
+        check_choice("RingFabricStrategy", "broadcast_buffers", broadcast_buffers, (True, False))
         taken = {field.name for field in fields(RingOptions)} & given.keys() - {"broadcast_buffers"}
-        self.options = _FabricOptions(**{name: given[name] for name in taken})
         super().__init__(
+            "Fabric",
+            _FabricOptions(**{name: given[name] for name in taken}),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=RingEnvironment(caller="Fabric"),
             checkpoint_io=checkpoint_io,
             precision=precision,
-            timeout=timeout,
-            start_method=start_method,
         )
         self._backward_sync_control = BackwardSyncControl()
         self._broadcasts_buffers = broadcast_buffers
-        self.listeners: list[Listener] = []
         self.timeline: LoopTimeline | None = None
         # in the order of their set-up
         self._modules: WeakValueDictionary[int, RingModule] = WeakValueDictionary()
@@ -128,11 +123,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return self  # what ``fabric.setup`` returns holds it, and a copy of that is of the same job
 
     # -- ranks and devices
-
-    def _set_world_ranks(self) -> None:
-        if not self.ring_environment.creates_processes_externally:
-            super()._set_world_ranks()  # ranks that Fabric spawns or forks
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
@@ -156,7 +146,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         )
 
     def _all_replicas(self) -> list[Replicas]:
-        return [_replicas(module) for module in self._modules.values()]
+        return [module.replicas for module in self._modules.values()]
 
     def show_averages(self) -> None:
         """Before an evaluation, where ranks train alone (``"ring_local"``): parameters become the
@@ -178,12 +168,11 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         algorithm = self.options.new_algorithm()
-        if algorithm.steps_alone and self.communicator is not None:
-            refuse_scaler(self.precision, type(algorithm).__name__)
+        if (comm := self.communicator) is not None:
+            refuse_scaler(self.precision, algorithm)
         called = RingModule(module)
         label = f"module {self._num_modules}: " if self._num_modules else ""
         self._num_modules += 1
-        comm = self.communicator
         replicas = Replicas(
             module,
             (),
@@ -196,7 +185,8 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
             timeline=self.timeline,
             warn=_warn,
         )
-        called.follow(replicas)
+        called.replicas = replicas
+        weakref.finalize(called, replicas.remove, wait=False).atexit = False
         self._modules[self._num_modules] = called
         if comm is not None:
             rank_zero_info(
@@ -224,12 +214,13 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return stepped
 
     def _algorithm_of(self, optimizer: Any) -> Algorithm:
+        """That of all modules that ``optimizer`` steps, whose backwards are complete now."""
         found = self._stepped_by(optimizer)
         return found[0].algorithm if found else Algorithm()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         warn_of_padding(dataloader, self.world_size)
-        return super().process_dataloader(dataloader)
+        return dataloader
 
     # -- gradients
 
@@ -241,13 +232,13 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        stepped = self._stepped_by(optimizer)
-        if not any(replicas.algorithm.sharded for replicas in stepped):
+        algorithm = self._algorithm_of(optimizer)
+        if not algorithm.sharded:
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
             )
         self.precision.unscale_gradients(optimizer)
-        parameters, algorithm = list(self.precision.main_params(optimizer)), stepped[0].algorithm
+        parameters = list(self.precision.main_params(optimizer))
         if (
             error_if_nonfinite
             and not algorithm.clip_grad_norm_(parameters, float("inf"), norm_type).isfinite()
@@ -262,24 +253,12 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
-        for replicas in self._stepped_by(optimizer):
-            if why := replicas.algorithm.refuses_clipping:
-                raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
+        if why := self._algorithm_of(optimizer).refuses_clipping:
+            raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
 
-    # -- collectives that Fabric and the user call
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if (comm := self.communicator) is not None:
-            agree_on_gather(tensor, comm, group)
-        return super().all_gather(tensor, group, sync_grads)
-
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        comm = self.communicator
-        if comm is None or not isinstance(tensor, Tensor):
-            return tensor
-        reduced = self._reduce(tensor, comm, group, reduce_op, None)
-        return super().all_reduce(tensor, group, reduce_op) if reduced is None else reduced
+        return self._reduce(tensor, group, reduce_op)
 
     # -- checkpoints
 
@@ -301,60 +280,59 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
             return super().get_optimizer_state(optimizer)
         return optimizer_state_dict(algorithm, optimizer, is_rank_zero=self.is_global_zero)
 
-    def save_checkpoint(
-        self,
-        path: Any,
-        state: dict[str, Any],
-        storage_options: Any = None,
-        filter: dict[str, Any] | None = None,
-    ) -> None:
-        for _, module in _ring_modules(state):
-            _replicas(module).show_averages()
-        kept = {name: _replicas(one).algorithm.state_dict() for name, one in _ring_modules(state)}
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
+        kept = {}
+        for name, replicas in _replicas_in(state):
+            replicas.show_averages()
+            kept[name] = replicas.algorithm.state_dict()
         if any(kept.values()) and self.communicator is not None:
             state = state | {ALGORITHM_KEY: kept}
-        super().save_checkpoint(path, state, storage_options, filter)
+        super().save_checkpoint(path, state, *args, **options)
 
-    def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    def load_checkpoint(  # type: ignore[override]
+        self, path: Any, state: Any = None, strict: bool = True, **options: Any
     ) -> dict[str, Any]:
         if isinstance(state, Optimizer):
-            saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            load_optimizer_state_dict(self._algorithm_of(state), state, saved)
+            self._loads(state).load_state_dict(self.checkpoint_io.load_checkpoint(path, **options))
             return {}
         if not isinstance(state, dict):
-            return super().load_checkpoint(path, state, strict, weights_only)
-        optimizers = {name: one for name, one in state.items() if isinstance(one, Optimizer)}
-        others = {name: one for name, one in state.items() if name not in optimizers}
-        remainder = super().load_checkpoint(path, others, strict, weights_only)
-        _validate_keys_for_strict_loading(optimizers.keys(), remainder.keys(), strict=strict)
-        state.update(others)
-        for name, optimizer in optimizers.items():
-            if name in remainder:
-                algorithm = self._algorithm_of(optimizer)
-                load_optimizer_state_dict(algorithm, optimizer, remainder.pop(name))
+            return super().load_checkpoint(path, state, strict, **options)
+        filled = {
+            name: self._loads(one) if isinstance(one, Optimizer) else one
+            for name, one in state.items()
+        }
+        remainder = super().load_checkpoint(path, filled, strict, **options)
+        state.update((name, one) for name, one in filled.items() if type(one) is not _LoadsState)
         kept = remainder.pop(ALGORITHM_KEY, {})
-        for name, module in _ring_modules(state) if self.communicator is not None else ():
-            if problem := _replicas(module).algorithm.load_state_dict(kept.get(name, {})):
+        for name, replicas in _replicas_in(state) if self.communicator is not None else ():
+            if problem := replicas.algorithm.load_state_dict(kept.get(name, {})):
                 _warn(problem)
         return remainder
 
+    def _loads(self, optimizer: Optimizer) -> _LoadsState:
+        return _LoadsState(
+            partial(load_optimizer_state_dict, self._algorithm_of(optimizer), optimizer)
+        )
 
-def _ring_modules(state: dict[str, Any]) -> Iterator[tuple[str, RingModule]]:
-    return ((name, one) for name, one in state.items() if isinstance(one, RingModule))
+
+@dataclass
+class _LoadsState:
+    """An optimizer to `DDPStrategy`: gets its state from a checkpoint."""
+
+    load_state_dict: Callable[[dict[str, Any]], None]
+    state_dict: Callable[[], dict[str, Any]] = dict
+
+
+def _replicas_in(state: dict[str, Any]) -> Iterator[tuple[str, Replicas]]:
+    return ((name, one.replicas) for name, one in state.items() if isinstance(one, RingModule))
 
 
 def _complete(module: nn.Module) -> nn.Module:
     """The user's module, when all of its parameters have arrived."""
     if not isinstance(module, RingModule):
         return module
-    _replicas(module).wait_parameters()
+    module.replicas.wait_parameters()
     return module.module
-
-
-def _replicas(module: RingModule) -> Replicas:
-    found: Replicas = vars(module)["replicas"]
-    return found
 
 
 def _warn(message: str) -> None:
@@ -367,6 +345,8 @@ class RingModule(nn.Module):
     long as it does.
     """
 
+    replicas: Replicas
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -377,22 +357,11 @@ class RingModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self.module, memo)  # a copy trains alone
 
-    def follow(self, replicas: Replicas) -> None:
-        object.__setattr__(self, "replicas", replicas)  # Replicas is no part of the module's state
-        weakref.finalize(self, replicas.remove, wait=False).atexit = False
-
 
 class BackwardSyncControl(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not enabled:
-            return nullcontext()
-        if not isinstance(module, RingModule):
-            raise TypeError(
-                "Blocking backward sync is only possible if the module passed to "
-                "`fabric.no_backward_sync` was set up by `fabric.setup`. Got: "
-                f"{type(module).__name__}."
-            )
-        return module.replicas.no_sync()  # type: ignore[union-attr, operator]
+        assert isinstance(module, RingModule)  # `Fabric.no_backward_sync` has asked
+        return module.replicas.no_sync() if enabled else nullcontext()
 
 
 # states of the algorithms (residuals), by the name of the module

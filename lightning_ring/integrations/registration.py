@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -19,7 +20,8 @@ from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host import require_posix
 
-ELASTIC = "ring_elastic"
+_ELASTIC = "ring_elastic"
+_NAMES = (*ALGORITHMS, _ELASTIC)
 
 
 def register_strategies() -> None:
@@ -35,22 +37,31 @@ def _register_with_the_trainer() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-    for name in ALGORITHMS:
-        _add(StrategyRegistry, name, _ring, algorithm=name)
-    _add(StrategyRegistry, ELASTIC, _elastic)
-    choose_our_environment(_AcceleratorConnector, (*ALGORITHMS, ELASTIC), "Trainer")
+    _add(StrategyRegistry, _NAMES, _new, "Trainer")
+    choose_our_environment(_AcceleratorConnector, _NAMES, "Trainer")
 
 
 def _register_with_fabric() -> None:
     from lightning.fabric.connector import _Connector
     from lightning.fabric.strategies import STRATEGY_REGISTRY
 
-    for name in ALGORITHMS:
-        _add(STRATEGY_REGISTRY, name, _fabric, algorithm=name)
-    choose_our_environment(_Connector, tuple(ALGORITHMS), "Fabric")
+    _add(STRATEGY_REGISTRY, ALGORITHMS, _new, "Fabric")
+    choose_our_environment(_Connector, ALGORITHMS, "Fabric")
 
 
-def choose_our_environment(connector: type, names: Sequence[str], caller: str) -> None:
+def _register_with_the_other_package() -> None:
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    _add(StrategyRegistry, _NAMES, _refuse, "Trainer")
+
+
+def _add(registry: Any, names: Iterable[str], make: Callable[..., Any], caller: str) -> None:
+    for name in names:
+        if name not in registry:  # a strategy of the user's stays
+            registry.register(name, make, "of lightning_ring", caller=caller, named=name)
+
+
+def choose_our_environment(connector: type, names: Iterable[str], caller: str) -> None:
     """Have ``connector`` take a `RingEnvironment` for a strategy of ``names``, as it does for
     `RingStrategy()`.
 
@@ -66,49 +77,27 @@ def choose_our_environment(connector: type, names: Sequence[str], caller: str) -
         self: Any, *, strategy: Any, plugins: Any, **others: Any
     ) -> None:
         by_name = isinstance(strategy, str) and strategy.lower() in names
-        if not by_name and not hasattr(type(strategy), "ring_environment"):
-            check(self, strategy=strategy, plugins=plugins, **others)
-            return
-        from lightning_ring.integrations.ranks.environment import environment_of
+        environment = None
+        if by_name or hasattr(type(strategy), "ring_environment"):
+            from lightning_ring.integrations.ranks.environment import environment_of
 
-        environment = environment_of(strategy, plugins, caller)
+            environment = environment_of(strategy, plugins, caller)
         check(self, strategy=strategy, plugins=plugins, **others)
-        self._cluster_environment_flag = environment
+        if environment is not None:
+            self._cluster_environment_flag = environment
 
     connector._check_config_and_set_final_flags = check_without_environments  # type: ignore[attr-defined]
 
 
-def _ring(algorithm: str) -> Any:
-    require_posix(f"Trainer(strategy={algorithm!r})")
-    from lightning_ring.integrations.lightning.strategy import RingStrategy
+def _new(caller: str, named: str) -> Any:
+    require_posix(f"{caller}(strategy={named!r})")
+    import lightning_ring
 
-    return RingStrategy(algorithm=algorithm_class(algorithm)())
-
-
-def _elastic() -> Any:
-    require_posix(f"Trainer(strategy={ELASTIC!r})")
-    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
-
-    return ElasticStrategy()
-
-
-def _fabric(algorithm: str) -> Any:
-    require_posix(f"Fabric(strategy={algorithm!r})")
-    from lightning_ring.integrations.fabric import RingFabricStrategy
-
-    return RingFabricStrategy(algorithm=algorithm)
-
-
-def _register_with_the_other_package() -> None:
-    from pytorch_lightning.strategies import StrategyRegistry
-
-    for name in (*ALGORITHMS, ELASTIC):
-        _add(StrategyRegistry, name, _refuse)
-
-
-def _add(registry: Any, name: str, make: Callable[..., Any], **arguments: Any) -> None:
-    if name not in registry:  # a strategy of the user's stays
-        registry.register(name, make, description="of lightning_ring", **arguments)
+    if caller == "Fabric":
+        return lightning_ring.RingFabricStrategy(algorithm=named)
+    if named == _ELASTIC:
+        return lightning_ring.ElasticStrategy()
+    return lightning_ring.RingStrategy(algorithm=algorithm_class(named)())
 
 
 def _refuse(**_: Any) -> None:
@@ -126,6 +115,7 @@ def _after_import(name: str, then: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Finder(name, then))
 
 
+@dataclass
 class _Finder(MetaPathFinder):
     """Finds one module as other finders do, and calls ``then`` after its execution.
 
@@ -133,24 +123,22 @@ class _Finder(MetaPathFinder):
     import.
     """
 
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
+    name: str
+    then: Callable[[], None]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            self._then()
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                self.then()
 
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

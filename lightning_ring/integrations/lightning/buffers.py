@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -25,12 +24,11 @@ class BufferBroadcast:
     no training step reads them. Any other buffer (a queue of features, a codebook) may enter the
     loss. Therefore those are compared over the ranks before training batches 1, 2, 4, 8, ... of the
     fit, counted from 0; the buffers that differ are broadcast before every training step from then
-    on, as DDP does, and ``warn`` is called with a message for the user.
+    on, as DDP does, with a warning.
     """
 
-    def __init__(self, when: BroadcastBuffers, warn: Callable[[str], None]) -> None:
+    def __init__(self, when: BroadcastBuffers) -> None:
         self._when = when
-        self._warn = warn
         self._num_batches = 0
         self._every_step: set[str] = set()
 
@@ -89,33 +87,25 @@ class BufferBroadcast:
         late = f" In {self._num_batches - 1} training step(s) before, they may have differed." * (
             self._num_batches > 1
         )
-        self._warn(
-            f"training changes the buffer(s) {', '.join(different)} differently on each rank. From "
-            "now on rank 0's values replace the others' before every training step, as DDP "
-            f"does.{late} RingStrategy(broadcast_buffers='step') does so for all buffers from the "
-            "first step; with broadcast_buffers='start' each rank keeps its own."
+        rank_zero_warn(
+            f"lightning_ring: training changes the buffer(s) {', '.join(different)} differently on "
+            "each rank. From now on rank 0's values replace the others' before every training "
+            f"step, as DDP does.{late} RingStrategy(broadcast_buffers='step') does so for all "
+            "buffers from the first step; with broadcast_buffers='start' each rank keeps its own."
         )
 
 
-class BroadcastAfterSwap(OwnCallback):
-    """The last of all callbacks: broadcasts again, if another callback may replace buffers of the
-    module.
+def broadcast_after_swap(trainer: pl.Trainer, broadcast: Callable[[], None]) -> None:
+    """Broadcast again after all other callbacks, if one may replace buffers of the module.
 
     Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, which follows the
     strategy's ``on_validation_start``: each rank would evaluate its own average of BatchNorm
     statistics.
     """
-
-    def follow(self, trainer: pl.Trainer) -> None:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if any(
-            type(one).on_validation_epoch_start is not pl.Callback.on_validation_epoch_start
-            for one in callbacks
-        ):
-            callbacks.append(self)
-
-    def on_validation_epoch_start(self, *_: Any) -> None:
-        self.act()
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    plain = pl.Callback.on_validation_epoch_start
+    if any(type(one).on_validation_epoch_start is not plain for one in callbacks):
+        callbacks.append(OwnCallback(broadcast, ["on_validation_epoch_start"]))
 
 
 def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -134,5 +124,5 @@ def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(buffer: Tensor) -> bytes:
-    data = as_bytes(buffer.detach().cpu().contiguous())
-    return hashlib.blake2b(ctypes.string_at(data.data_ptr(), data.numel()), digest_size=16).digest()
+    data = as_bytes(buffer.cpu().contiguous())
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).digest()

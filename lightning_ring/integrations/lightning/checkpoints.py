@@ -10,11 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
+from lightning_ring.algorithms.optional import load_optimizer_state_dict
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.replicate import broadcast_optimizer_state
 from lightning_ring.host.random_state import collect_random_state, restore_random_state
@@ -32,8 +33,7 @@ class SavedStates:
     """
 
     def __init__(self) -> None:
-        self._random: list[dict[str, Any]] | None = None
-        self._algorithm: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
 
     def save_random(self, checkpoint: dict[str, Any], comm: Communicator | None) -> None:
         """Add the random states of all ranks to rank 0's ``checkpoint``, unless that contains only
@@ -58,49 +58,26 @@ class SavedStates:
             checkpoint[_ALGORITHM_KEY] = state
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        self._random = checkpoint.get(_RANDOM_KEY, {}).get("random_states")
-        self._algorithm = checkpoint.get(_ALGORITHM_KEY, {})
+        self._loaded = {key: checkpoint.get(key, {}) for key in (_RANDOM_KEY, _ALGORITHM_KEY)}
 
-    def restore_algorithm(self, algorithm: Algorithm) -> None:
-        """Give ``algorithm`` the loaded state. Warns if it cannot continue from it."""
-        loaded, self._algorithm = self._algorithm, None
-        if loaded is not None and (problem := algorithm.load_state_dict(loaded)):
-            rank_zero_warn(f"lightning_ring: {problem}")
-
-    def restore_random(self, rank: int, world_size: int) -> None:
-        """Restore the random state of ``rank``. Warns if the checkpoint is of another world
-        size.
+    def restore(self, algorithm: Algorithm, rank: int, world_size: int) -> None:
+        """Give ``algorithm`` the loaded state, and this process the random state of ``rank``. Warns
+        if it cannot continue from them.
         """
-        states, self._random = self._random, None
-        if states is None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
             return
-        if len(states) != world_size:
+        if problem := algorithm.load_state_dict(loaded[_ALGORITHM_KEY]):
+            rank_zero_warn(f"lightning_ring: {problem}")
+        states = loaded[_RANDOM_KEY].get("random_states")
+        if states is not None and len(states) == world_size:
+            restore_random_state(states[rank])
+        elif states is not None:
             rank_zero_warn(
                 f"lightning_ring: the checkpoint holds the random states of {len(states)} ranks, "
                 f"this job has {world_size}. They are not restored: dropout and augmentation draw "
                 "other numbers than they would have without the interruption."
             )
-            return
-        restore_random_state(states[rank])
-
-
-def sharded_optimizer_state(
-    optimizer: Optimizer, algorithm: Algorithm, *, is_rank_zero: bool, alone: bool
-) -> dict[str, Any]:
-    """The ordinary, full state dict of ``optimizer``, of which each rank has a shard: on rank 0,
-    and empty elsewhere.
-
-    Collective, unless ``alone``: after an exception other ranks may be gone. It is then empty, with
-    a warning.
-    """
-    if alone:
-        rank_zero_warn(
-            "lightning_ring: a checkpoint after an exception holds no optimizer state where that "
-            "is sharded (ring_sharded, ParameterServer): the other ranks, which have their shards "
-            "of it, may be gone."
-        )
-        return {}
-    return optimizer_state_dict(algorithm, optimizer, is_rank_zero=is_rank_zero)
 
 
 def load_optimizer_states(
@@ -136,23 +113,14 @@ def count_trained_batches(checkpoint: dict[str, Any], trainer: pl.Trainer) -> No
     There is such a batch when the job is told to stop, or when a step raises and a callback saves a
     checkpoint.
     """
-    fit_loop = trainer.fit_loop
-    loaders = fit_loop._combined_loader.flattened if fit_loop._combined_loader is not None else []
-    states = (
-        checkpoint.get("loops", {})
-        .get("fit_loop", {})
-        .get("state_dict", {})
-        .get("combined_loader", [])
-    )
-    with_state = [
-        loader
-        for loader in loaders
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    ]
-    if fit_loop._data_fetcher is None:
+    fit_loop, loops = trainer.fit_loop, checkpoint.get("loops")
+    combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+    if loops is None or combined is None or fetcher is None:
         return
+    states = loops["fit_loop"]["state_dict"].get("combined_loader", [])
+    with_state = [loader for loader in combined.flattened if isinstance(loader, _Stateful)]
     progress: Any = fit_loop.epoch_loop.batch_progress.current
-    not_trained = max(0, fit_loop._data_fetcher.fetched - progress.processed)
+    not_trained = max(0, fetcher.fetched - progress.processed)
     for index, loader in enumerate(with_state[: len(states)]):
         if hasattr(loader, "trained_state"):
             states[index] = loader.trained_state(not_trained)

@@ -10,19 +10,17 @@ in buffers and logged means. Metric objects that count by themselves do see it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities._pytree import _tree_flatten
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -37,8 +35,6 @@ Policy = Literal["error", "join", "alone"]
 """``RingStrategy(uneven=)``; ``"alone"`` where ranks go at their own pace: each needs one batch in
 every epoch."""
 
-# of the batches of several loaders; the other modes: max
-_OF_ALL: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
 _WHAT_TO_DO = (
     "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in "
     "unless use_distributed_sampler=False, or limit_train_batches), or let the others finish with "
@@ -47,28 +43,31 @@ _WHAT_TO_DO = (
 
 
 class TrainingLoaders:
-    """Agrees on a Trainer's training loaders, which Lightning prepares one by one."""
+    """Agrees on a Trainer's training loaders, which Lightning prepares one by one.
+
+    Attributes:
+        joining: The loader that continues until no rank has data.
+    """
 
     def __init__(self) -> None:
-        self._num_loaders = 1
-        self._mode = "max_size_cycle"  # of several loaders
-        self._num_batches: list[float] = []  # of each loader so far, under the Trainer's limit
+        self.joining: AgreedLoader | None = None
+        self._combined: CombinedLoader  # from `_request` on
+        self._num_batches: list[Any] = []  # of each loader so far, under the Trainer's limit
         self._exact = True  # none of them may end before
 
     def follow(self, trainer: Trainer) -> None:
-        """Learn how many loaders ``trainer`` has, now and whenever they are reloaded."""
+        """Learn which loaders ``trainer`` has, now and whenever they are reloaded."""
         source = trainer.fit_loop._data_source
-        source.dataloader = functools.partial(self._request, type(source).dataloader, source)  # type: ignore[method-assign]
+        source.dataloader = functools.partial(self._request, source)  # type: ignore[method-assign]
 
     def release(self, trainer: Trainer) -> None:
         vars(trainer.fit_loop._data_source).pop("dataloader", None)
 
-    def _request(self, dataloader: Callable[[Any], Any], source: Any) -> Any:
-        loaders = dataloader(source)
-        combined = isinstance(loaders, CombinedLoader)
-        self._mode = loaders._mode if combined else "max_size_cycle"
-        self._num_loaders = len(_tree_flatten(loaders.iterables if combined else loaders)[0])
-        self._num_batches, self._exact = [], True
+    def _request(self, source: Any) -> CombinedLoader:
+        loaders = type(source).dataloader(source)
+        if not isinstance(loaders, CombinedLoader):
+            loaders = CombinedLoader(loaders, "max_size_cycle")  # as Lightning does next
+        self._combined, self._num_batches, self._exact = loaders, [], True
         return loaders
 
     def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Policy) -> Any:
@@ -84,52 +83,59 @@ class TrainingLoaders:
                 join.
         """
         warn_of_padding(dataloader, comm.world_size)
-        trains = (
-            trainer.state.stage == RunningStage.TRAINING and trainer.state.fn == TrainerFn.FITTING
-        )
-        if trains or policy != "alone":
+        if trainer.training or policy != "alone":
             check_same_images(dataloader, comm)
-        if not trains:
+        if not trainer.training:
             return dataloader
         if isinstance(dataloader, AgreedLoader):  # of an earlier fit, in a `CombinedLoader`
             dataloader = dataloader._loader
         length, limit = sized_len(dataloader), trainer.limit_train_batches
         self._num_batches.append(_limited(math.inf if length is None else length, limit))
-        self._exact &= length is not None and not _is_stream(dataloader)
-        if len(self._num_batches) < self._num_loaders:
+        # an iterable data set may end before its length
+        stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+        self._exact &= length is not None and not stream
+        if len(self._num_batches) < len(self._combined.flattened):
             return dataloader
-        return self._agree(dataloader, length, comm, policy, _batches_until_the_end(trainer))
+        agreed = self._agree(dataloader, length, comm, policy, _batches_until_the_end(trainer))
+        self.joining = None
+        if policy == "join" and isinstance(agreed, AgreedLoader):
+            _check_join_allowed(trainer.lightning_module)
+            self.joining = agreed
+        return agreed
 
     def _agree(
         self, loader: Any, length: int | None, comm: Communicator, policy: Policy, needed: float
     ) -> Any:
         """``needed``: the number of batches after which training ends anyway; ``inf`` if open."""
-        mine = _OF_ALL.get(self._mode, max)(self._num_batches), length, self._exact
-        described: list[tuple[float, int | None, bool]] = comm.all_gather_object(
-            mine, name="length of the training loader"
-        )
-        numbers = [number for number, _, _ in described]
-        lengths = [known for _, known, _ in described if known is not None]
-        exact, several = all(is_exact for _, _, is_exact in described), self._num_loaders > 1
-        if several and not exact:
+        batches_of_all = _SUPPORTED_MODES[self._combined._mode]["fn"](self._num_batches)
+        mine = batches_of_all, length, self._exact
+        described: list[Any] = comm.all_gather_object(mine, name="length of the training loader")
+        numbers, lengths, exact = zip(*described, strict=True)
+        few, many, num_loaders = min(numbers), max(numbers), len(self._num_batches)
+        if num_loaders > 1 and not all(exact):
             raise ConfigurationError(
-                f"the fit got {self._num_loaders} training loaders, of which one has an iterable "
+                f"the fit got {num_loaders} training loaders, of which one has an iterable "
                 "data set or no length: ranks could not tell which of them ends first. Use one "
                 "training loader, or data sets with a length."
             )
-        if len(lengths) < comm.world_size:
+        if None in lengths:
             return AgreedLoader(loader, comm, policy, None)
-        uneven = policy != "alone" and min(numbers) < min(max(numbers), needed)
-        if policy == "alone" and min(numbers) == 0 < max(numbers):
+        uneven = policy != "alone" and few < min(many, needed)
+        if policy == "alone" and few == 0 < many:
             raise UnevenBatchesError(_none_at_all(numbers))
         if uneven and policy == "error":
-            raise UnevenBatchesError(f"{_different_numbers(numbers)} {_WHAT_TO_DO}")
-        if uneven and several:
+            fewest = numbers.index(few)
+            raise UnevenBatchesError(
+                f"ranks have different numbers of training batches: rank {fewest} has {few}, rank "
+                f"{numbers.index(many)} has {many}. At step {few} of the epoch (counted from 0) "
+                f"rank {fewest} would have none. {_WHAT_TO_DO}"
+            )
+        if uneven and num_loaders > 1:
             raise ConfigurationError(
-                f"RingStrategy(uneven='join') was given {self._num_loaders} training loaders, "
+                f"RingStrategy(uneven='join') was given {num_loaders} training loaders, "
                 "expected one. Combine them into one data set, or use uneven='error'."
             )
-        if exact and not uneven:
+        if all(exact) and not uneven:
             return loader
         longest = lengths[comm.rank] if policy == "alone" else max(lengths)
         return AgreedLoader(loader, comm, policy, longest)
@@ -191,14 +197,10 @@ class AgreedLoader:
                 return
             if not all(having):
                 self._allow(having, step)
-            if self.joins:
+            if self._policy == "join":
                 self.statuses.append(BatchStatus(sum(having), has_data))
             yield batch
             last, step = batch, step + 1
-
-    @property
-    def joins(self) -> bool:
-        return self._policy == "join"
 
     def _allow(self, having: list[bool], step: int) -> None:
         """Raise the error once every rank knows of it: if a rank ended earlier, the others would
@@ -221,11 +223,10 @@ class AgreedLoader:
 
 class ActiveRanks:
     """The ranks that have data for the current batch: all ranks, unless a loader joins
-    (`AgreedLoader.joins`).
+    (`TrainingLoaders.joining`).
     """
 
     def __init__(self) -> None:
-        self._loader: AgreedLoader | None = None  # that continues until no rank has data
         self.during_step: BatchStatus | None = None  # the current status while a training step runs
         self._current: BatchStatus | None = None
         self._window_ranks = 0
@@ -234,24 +235,17 @@ class ActiveRanks:
     def has_data(self) -> bool:
         return self._current is None or self._current.has_data
 
-    def take(self, trainer: Trainer, batch_idx: int) -> int | None:
+    def take(self, joining: AgreedLoader | None, batch_idx: int, accumulated: int) -> int | None:
         """Take the next batch. Returns the number of ranks that its gradient averages over, `None`
         for all.
 
-        With gradient accumulation a rank counts if it had data for the first micro-batch.
+        Of ``accumulated`` micro-batches a rank counts if it had data for the first one.
         """
-        combined = trainer.fit_loop._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        agreed = (loader for loader in loaders if isinstance(loader, AgreedLoader))
-        joining = next((loader for loader in agreed if loader.joins), None)
         if joining is None:
             self._current = None  # an earlier loader may have ended without data on this rank
             return None
-        if joining is not self._loader:  # the first, or one that was reloaded
-            _check_join_allowed(trainer.lightning_module)
-            self._loader = joining
         self._current = joining.statuses.popleft()
-        if batch_idx % trainer.accumulate_grad_batches == 0:
+        if batch_idx % accumulated == 0:
             self._window_ranks = self._current.active_ranks
         return self._window_ranks
 
@@ -278,7 +272,11 @@ def _discarding_effects(module: LightningModule) -> Iterator[None]:
         (metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)
     ]
     log = module.log
-    module.log = functools.partial(_log_without_weight, log)  # type: ignore[method-assign]
+
+    def log_without_weight(*args: Any, **kwargs: Any) -> None:
+        log(*args, **(kwargs | {"batch_size": 0}))
+
+    module.log = log_without_weight  # type: ignore[method-assign]
     try:
         yield  # with gradients enabled, for steps that call torch.autograd.grad (penalties, forces)
     finally:
@@ -291,27 +289,11 @@ def _discarding_effects(module: LightningModule) -> Iterator[None]:
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    state = {
-        name: value.clone() if isinstance(value, Tensor) else list(value)
-        for name, value in metric.metric_state.items()
-    }
-    return state | {
-        name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")
-    }
-
-
-def _log_without_weight(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    log(*args, **(kwargs | {"batch_size": 0}))
-
-
-def _different_numbers(used: Sequence[float]) -> str:
-    """``used``: each rank's number of batches."""
-    fewest, most = used.index(min(used)), used.index(max(used))
-    return (
-        f"ranks have different numbers of training batches: rank {fewest} has {used[fewest]}, rank "
-        f"{most} has {used[most]}. At step {used[fewest]} of the epoch (counted from 0) rank "
-        f"{fewest} would have none."
-    )
+    state = {}
+    for name in (*metric.metric_state, "_update_count", "_computed", "_forward_cache"):
+        value = getattr(metric, name)
+        state[name] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+    return state
 
 
 def _none_at_all(having: Sequence[object]) -> str:
@@ -326,11 +308,6 @@ def _listed(having: Sequence[object], wanted: bool) -> str:
     ranks = [rank for rank, has in enumerate(having) if bool(has) == wanted]
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
-
-
-def _is_stream(loader: Any) -> bool:
-    """Whether the loader may end before its length: iterable data sets may."""
-    return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def _check_join_allowed(module: LightningModule) -> None:
@@ -374,22 +351,22 @@ def warn_of_padding(dataloader: object, world_size: int) -> None:
     many.
     """
     sampler = getattr(dataloader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or isinstance(
-        sampler, UnrepeatedDistributedSampler
-    ):
+    if not isinstance(sampler, DistributedSampler):
         return
-    num_samples, name = len(cast(Sized, sampler.dataset)), type(written_sampler(sampler)).__name__
-    if written_sampler(sampler) is not sampler:
+    num_samples, written = len(sampler.dataset), written_sampler(sampler)  # type: ignore[arg-type]
+    name = type(written).__name__
+    if written is not sampler:
         name += ", cut for the ranks,"
     num_padded = sampler.total_size - num_samples
-    what = f"repeats {num_padded} of them each epoch, so that all ranks have equally many"
-    if num_padded < 0 and sampler.drop_last:
+    if num_padded > 0:
+        what = f"repeats {num_padded} of them each epoch, so that all ranks have equally many"
+    elif num_padded < 0 and sampler.drop_last:
         what = f"drops {-num_padded} of them each epoch"
-    if num_padded > 0 or (num_padded and sampler.drop_last):
-        rank_zero_warn(
-            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
-            f"{name} {what}."
-        )
+    else:
+        return
+    rank_zero_warn(
+        f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: {name} {what}."
+    )
 
 
 def written_sampler(sampler: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from types import CodeType
@@ -15,13 +15,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import ShardsState
 from lightning_ring.errors import ConfigurationError
-
-_NAME = "no_sync"
 
 
 class NoSync:
@@ -42,43 +40,23 @@ class NoSync:
         return partial, (nullcontext,)
 
 
-def add_no_sync(
-    module: nn.Module, block_backward_sync: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """Give ``module`` the method, unless it has an attribute of that name."""
-    if not hasattr(module, _NAME):
-        vars(module)[_NAME] = NoSync(block_backward_sync)
-
-
-def remove_no_sync(module: nn.Module) -> None:
-    """Undo `add_no_sync`. An attribute of the user stays."""
-    if isinstance(vars(module).get(_NAME), NoSync):
-        del vars(module)[_NAME]
-
-
 def calls_manual_backward(module: LightningModule) -> bool:
     """Whether code of the module's class names ``manual_backward``.
 
     If so, a plain ``loss.backward()`` has another purpose (an adversarial example, a saliency map)
     and stays local, as under DDP. If not, plain backwards are the training.
     """
-    return any(
-        "manual_backward" in code.co_names
-        for owner in type(module).__mro__[: type(module).__mro__.index(LightningModule)]
-        for value in vars(owner).values()
-        for code in _codes(
-            getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
-        )
+    owners = set(type(module).__mro__) - set(LightningModule.__mro__)
+    values = [value for owner in owners for value in vars(owner).values()]
+    functions = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]
+    return any(_names_it(getattr(function, "__code__", None)) for function in functions)
+
+
+def _names_it(code: Any) -> bool:
+    """Whether ``code``, or that of a nested function, names ``manual_backward``."""
+    return isinstance(code, CodeType) and (
+        "manual_backward" in code.co_names or any(map(_names_it, code.co_consts))
     )
-
-
-def _codes(code: CodeType | None) -> Iterator[CodeType]:
-    """``code`` and the code of nested functions."""
-    if code is not None:
-        yield code
-        for const in code.co_consts:
-            if isinstance(const, CodeType):
-                yield from _codes(const)
 
 
 log = logging.getLogger(__name__)
@@ -97,9 +75,12 @@ class ZeroLoss:
         """A zero loss for the current step, whose ``output`` is `None` or comes from a repeated
         batch.
         """
+        self._repeated_loss = None
         if has_data:
             _warn_of_none(rank)
-        self._repeated_loss = None if has_data else _loss_of(output)
+        else:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            self._repeated_loss = loss if isinstance(loss, Tensor) else None
         self.in_use = True
         return torch.zeros((), device=device, requires_grad=True)
 
@@ -114,11 +95,6 @@ class ZeroLoss:
                 loss.backward(torch.zeros_like(loss))
 
 
-def _loss_of(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) else None
-
-
 @cache
 def _warn_of_none(rank: int) -> None:
     log.warning(
@@ -128,25 +104,20 @@ def _warn_of_none(rank: int) -> None:
     )
 
 
-def check_algorithm(algorithm: Algorithm, trainer: pl.Trainer) -> None:
-    """Check that ``algorithm`` can train with the settings of ``trainer``.
+def follow_clipping(algorithm: Algorithm, trainer: pl.Trainer) -> None:
+    """Until `leave_clipping`: a norm that the precision plugin clips by covers the shards of all
+    ranks; and `self.clip_gradients` of a module raises, if ``algorithm`` cannot have that.
 
     Raises:
-        ConfigurationError: It cannot train with this loss scaler or this clipping.
+        ConfigurationError: It cannot train with the Trainer's loss scaler or clipping.
     """
-    if algorithm.steps_alone:
-        refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
-    if trainer.gradient_clip_val and (why := algorithm.refuses_clipping):
-        raise ConfigurationError(
-            f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
-        )
-
-
-def follow_clipping(plugin: Precision, algorithm: Algorithm) -> None:
-    """Until `leave_clipping`: a norm that ``plugin`` clips by covers the shards of all ranks; and
-    `self.clip_gradients` of a module raises, if ``algorithm`` cannot have that.
-    """
-    if algorithm.refuses_clipping:
+    plugin = trainer.precision_plugin
+    refuse_scaler(plugin, algorithm)
+    if why := algorithm.refuses_clipping:
+        if trainer.gradient_clip_val:
+            raise ConfigurationError(
+                f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
+            )
         plugin.clip_gradients = partial(_refuse_to_clip, plugin.clip_gradients, algorithm)  # type: ignore[method-assign]
     plain = type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
     if plain and isinstance(algorithm, ShardsState):
@@ -171,16 +142,16 @@ def _clip_by_norm(plugin: Precision, algorithm: Algorithm, optimizer: Any, clip_
     algorithm.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
 
-def refuse_scaler(precision: Any, algorithm: str) -> None:
-    """For an algorithm whose ranks step with gradients of their own.
+def refuse_scaler(precision: Any, algorithm: Algorithm) -> None:
+    """Check ``precision`` for an algorithm whose ranks step with gradients of their own.
 
     Raises:
         ConfigurationError: ``precision``, a plugin of Lightning or Fabric, has a loss scaler, which
             skips a step if a gradient is not finite.
     """
-    if getattr(precision, "scaler", None) is not None:
+    if algorithm.steps_alone and getattr(precision, "scaler", None) is not None:
         raise ConfigurationError(
-            f"algorithm {algorithm} got a precision with a loss scaler "
+            f"algorithm {type(algorithm).__name__} got a precision with a loss scaler "
             f"({type(precision).__name__}, '16-mixed'): ranks would skip different steps. Use "
             "precision 'bf16-mixed', or strategy 'ring'."
         )

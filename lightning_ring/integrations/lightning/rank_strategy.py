@@ -12,16 +12,10 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
 
-from lightning_ring.comm.recording import Listener
 from lightning_ring.integrations.lightning.data import ActiveRanks
-from lightning_ring.integrations.ranks.environment import RingEnvironment
-from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
-from lightning_ring.job.rendezvous.interfaces import withdraw_interface
+from lightning_ring.integrations.ranks.strategy import OnRingRanks
 from lightning_ring.options import RingOptions
 
 if TYPE_CHECKING:
@@ -40,21 +34,12 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     the fit in a trace: ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
 
-    multiprocessing_launcher = _MultiProcessingLauncher
-
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
         # here, and below: who only imports a strategy loads neither the monitor nor a launcher
         from lightning_ring.monitor.step_timeline import StepTimeline
         from lightning_ring.timeline.settings import timeline_path
 
-        super().__init__(
-            cluster_environment=RingEnvironment(),
-            timeout=options.timeout,
-            start_method=options.start_method,
-            **of_every_strategy,
-        )
-        self.options = options
-        self.listeners: list[Listener] = []
+        super().__init__("Trainer", options, **of_every_strategy)
         self.timeline: StepTimeline = StepTimeline(
             timeline_path(options.timeline, os.environ), self.listeners
         )
@@ -62,52 +47,28 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     # -- ranks and devices
 
-    def set_world_ranks(self) -> None:
-        if not self.ring_environment.creates_processes_externally:
-            super().set_world_ranks()  # ranks that Lightning spawns or forks
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     def setup_environment(self) -> None:
-        from lightning_ring.monitor.terminal import replace_bars
+        from lightning_ring.monitor.terminal import replace_bars, widen_terminal
 
-        assert self.accelerator is not None
         self.set_world_ranks()
-        self.accelerator.setup_device(self.root_device)
+        widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
         if self._trainer is not None:
             replace_bars(self._trainer)
-        self.setup_distributed()
+        super().setup_environment()
 
     def setup_distributed(self) -> None:
-        from lightning_ring.monitor.terminal import widen_terminal
-
         reset_seed()
-        widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
         self._connect()
 
-    def teardown(self) -> None:
-        super().teardown()
-        withdraw_interface()
-
-    # -- collectives that Lightning and the user call
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._comm is None or not isinstance(tensor, Tensor):
-            return tensor
-        status = self._active_ranks.during_step
-        reduced = self._reduce(tensor, self._comm, group, reduce_op, status)
-        return super().reduce(tensor, group, reduce_op) if reduced is None else reduced
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._comm is None and group is None:
-            return tensor.unsqueeze(0)
-        if self._comm is not None:
-            agree_on_gather(tensor, self._comm, group)
-        return super().all_gather(tensor, group, sync_grads)
+        return self._reduce(tensor, group, reduce_op, self._active_ranks.during_step)
 
     # -- failures
 
     def on_exception(self, exception: BaseException) -> None:
-        self._report(exception)
+        watch = self._job.watch if self._job is not None else None
+        if watch is not None and not isinstance(exception, SystemExit):
+            watch.report(exception)
 
     @property
     def has_data(self) -> bool:
@@ -118,10 +79,10 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     @property
     def _trainer(self) -> pl.Trainer | None:
-        return self.lightning_module._trainer if self.lightning_module is not None else None
+        return getattr(self.lightning_module, "_trainer", None)
 
     @property
-    def _alone(self) -> bool:
+    def _alone(self) -> bool:  # type: ignore[override]
         """After an exception ranks run different code: what they do on their way out must not
         wait for others.
         """
@@ -137,14 +98,6 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         stage = "" if trainer.training else f" ({trainer.state.stage.value})"
         return f"epoch {trainer.current_epoch}{stage}, after optimizer step {trainer.global_step}"
 
-    def _report(self, exception: BaseException) -> None:
-        if (
-            self._job is not None
-            and self._job.watch is not None
-            and not isinstance(exception, SystemExit)
-        ):
-            self._job.watch.report(exception)
-
     @contextmanager
     def _reporting_failures(self) -> Iterator[None]:
         # at once, before callbacks handle the exception: they may save checkpoints while the other
@@ -154,5 +107,5 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         except StopIteration:
             raise  # no failure: a step that takes `dataloader_iter` ends its epoch so
         except Exception as exception:
-            self._report(exception)
+            RankedStrategy.on_exception(self, exception)
             raise

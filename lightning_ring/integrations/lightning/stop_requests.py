@@ -63,7 +63,7 @@ class StopRequests:
             for number in stop_signals():
                 signal.signal(number, lambda *_: self.request(StopRequest.STOP))
         requeue = self._requeue_signal
-        if requeue is None or not in_slurm_job(os.environ) or requeue in stop_signals():
+        if requeue is None or IN_SLURM not in os.environ or requeue in stop_signals():
             return
         # as Lightning: a handler of the user's stays
         if signal.getsignal(requeue) == signal.SIG_DFL:
@@ -73,34 +73,27 @@ class StopRequests:
         self.pending = max(self.pending, request)
         self._ask(True)
 
-    def agree(self, comm: Communicator | None, *, received_sigterm: bool) -> StopRequest:
-        """Return the highest request of all ranks, and clear it. Collective.
-
-        ``received_sigterm``: Lightning's own handler got a SIGTERM, as in a single process.
-        """
-        mine = StopRequest.STOP if received_sigterm else self.pending
-        asked = (
-            max(comm.all_gather_object(mine, name="requests to stop")) if comm is not None else mine
-        )
-        if self.pending == mine and asked != StopRequest.STOP:
-            self.pending = StopRequest.NONE
-            self._ask(False)
-        return asked
-
     def follow(
         self, trainer: pl.Trainer, comm: Communicator | None, before: Callable[[], None]
     ) -> None:
-        """Between two batches: stop or requeue on all ranks if some rank was asked to, after
-        ``before()``. Collective.
+        """Between two batches: take the highest request of all ranks, and clear it; stop or
+        requeue on all ranks, after ``before()``. Collective.
 
         Raises:
             SIGTERMException: The training ends, on every rank at the same step.
         """
-        request = self.agree(comm, received_sigterm=trainer.received_sigterm)
-        if request == StopRequest.NONE:  # the request was met before this flag arrived
+        # Lightning's own handler gets a SIGTERM in a single process
+        mine = StopRequest.STOP if trainer.received_sigterm else self.pending
+        asked = mine
+        if comm is not None:
+            asked = max(comm.all_gather_object(mine, name="requests to stop"))
+        if self.pending == mine and asked != StopRequest.STOP:
+            self.pending = StopRequest.NONE
+            self._ask(False)
+        if asked == StopRequest.NONE:  # the request was met before this flag arrived
             return
         before()
-        if request == StopRequest.STOP or save_and_requeue(trainer):
+        if asked == StopRequest.STOP or save_and_requeue(trainer):
             self.stops_together = True
             raise SIGTERMException(143)  # 128 + SIGTERM
 
@@ -117,18 +110,10 @@ def leave_sigterm_to_the_buckets(trainer: pl.Trainer) -> None:
     If ranks take different numbers of steps, one would wait in that group and one in the
     communicator, forever. The communicator alone detects the error.
     """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-def _nothing() -> None:
-    return None
-
-
-_SCONTROL_SECONDS = 60.0
-
-
-def in_slurm_job(environ: Mapping[str, str]) -> bool:
-    return "SLURM_JOB_ID" in environ
+IN_SLURM = "SLURM_JOB_ID"  # only its jobs have this variable
 
 
 def save_and_requeue(trainer: pl.Trainer) -> bool:
@@ -163,21 +148,19 @@ def job_name(environ: Mapping[str, str]) -> str:
     """
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return environ["SLURM_JOB_ID"]
+    return environ[IN_SLURM]
 
 
 def requeue(job: str) -> str:
     """Queue ``job`` again, which ends it now. Returns an error message, or ``""``."""
     command = ["scontrol", "requeue", job]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{' '.join(command)}: {error}"
-    return (
-        ""
-        if result.returncode == 0
-        else f"{' '.join(command)}: {(result.stderr or result.stdout).strip()}"
-    )
+    if result.returncode == 0:
+        return ""
+    return f"{' '.join(command)}: {(result.stderr or result.stdout).strip()}"
 
 
 def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int) -> None:
@@ -191,7 +174,7 @@ def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int)
         return
     _auto_add_worker_init_fn(loader, rank)  # Lightning adds it later, and only if there is none
     then = loader.worker_init_fn
-    if not (isinstance(then, functools.partial) and then.func is _start_worker):
+    if getattr(then, "func", None) is not _start_worker:
         loader.worker_init_fn = functools.partial(_start_worker, tuple(signals), then)
 
 

@@ -26,61 +26,57 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.hooks import StepHooks
-from lightning_ring.algorithms.optional import ShardsState
+from lightning_ring.algorithms.optional import ShardsState, optimizer_state_dict
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, check_same_model, params_of
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sharded_gradient import sum_of_squares
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
-from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
+from lightning_ring.integrations.lightning.buffers import BufferBroadcast, broadcast_after_swap
 from lightning_ring.integrations.lightning.checkpoints import (
     SavedStates,
     count_trained_batches,
     load_optimizer_states,
-    sharded_optimizer_state,
 )
 from lightning_ring.integrations.lightning.data import ActiveRanks, Policy, TrainingLoaders
 from lightning_ring.integrations.lightning.optimization import (
+    NoSync,
     ZeroLoss,
-    add_no_sync,
     calls_manual_backward,
-    check_algorithm,
     follow_clipping,
     leave_clipping,
-    remove_no_sync,
 )
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
 from lightning_ring.integrations.lightning.stop_requests import (
+    IN_SLURM,
     StopRequest,
     StopRequests,
     ignore_in_workers,
-    in_slurm_job,
     leave_sigterm_to_the_buckets,
     stop_signals,
 )
 from lightning_ring.integrations.lightning.whole_weights import (
-    ShowAverages,
-    average_weight_averages,
+    average_before_reading,
     complete_parameters_in_hooks,
     leave_trainer,
     show_averages,
     steps_may_overlap,
-    wait_parameters,
 )
+from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.options import (
     Backend,
     BroadcastBuffers,
@@ -91,6 +87,20 @@ from lightning_ring.options import (
     Topology,
     Uneven,
 )
+
+
+def _evaluates(name: str) -> Any:
+    """The step ``name`` of every strategy. Failures are reported; it raises if this rank was asked
+    to stop.
+    """
+
+    def step(self: RingStrategy, *args: Any, **kwargs: Any) -> Any:
+        with self._reporting_failures():
+            if self._requests.pending == StopRequest.STOP and self._step_hooks is None:
+                raise SIGTERMException(143)
+            return getattr(DDPStrategy, name)(self, *args, **kwargs)
+
+    return step
 
 
 class RingStrategy(RankedStrategy):
@@ -151,6 +161,7 @@ class RingStrategy(RankedStrategy):
 
     strategy_name = "ring"
     _options: ClassVar[type[RingOptions]] = RingOptions
+    _step_hooks: StepHooks | None = None  # in a fit of several ranks
 
     def __init__(
         self,
@@ -186,7 +197,6 @@ class RingStrategy(RankedStrategy):
             precision_plugin=precision_plugin,
         )
         self.algorithm = Algorithm()  # of the current fit, or the last one
-        self._step_hooks: StepHooks | None = None  # in a fit of several ranks
         self._recorded: RecordedCommunicator | None = None
         self._zero_loss = ZeroLoss()
         self._calls_manual_backward = False
@@ -194,7 +204,7 @@ class RingStrategy(RankedStrategy):
         self._requests = StopRequests(self.options.requeue_signal, self._ask_all_ranks)
         self.keeps_freed_memory = False
         self._saved_states = SavedStates()
-        self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
+        self._buffers = BufferBroadcast(self.options.broadcast_buffers)
 
     # -- what users call
 
@@ -243,47 +253,44 @@ class RingStrategy(RankedStrategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.model is not None
-        self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
+            assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        if self._comm is not None:
-            check_same_model(self.model, self._comm)
-            if not self._holds_equal_state:
-                broadcast_module(self.model, self._comm)
-            leave_trainer(trainer)
-            BroadcastAfterSwap(self._broadcast_buffers).follow(trainer)
-        if not fitting:
-            self.setup_precision_plugin()
-            return
-        self._prepare_fit(trainer)
-        self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        _optimizers_to_device(self.optimizers, self.root_device)
-        if self._comm is not None:
+        # every strategy's set-up, which calls the next two methods
+        super(DDPStrategy, self).setup(trainer)
+        if fitting and self._comm is not None:
             self._attach(trainer, self._comm)
-        self.timeline.prepare(trainer, self._comm)
+        if fitting:
+            self.timeline.prepare(trainer, self._comm)
 
-    def _prepare_fit(self, trainer: pl.Trainer) -> None:
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        trainer = self._trainer
+        if self._comm is not None and trainer is not None:
+            check_same_model(model, self._comm)
+            if not self._holds_equal_state:
+                broadcast_module(model, self._comm)
+            leave_trainer(trainer)
+            broadcast_after_swap(trainer, self._broadcast_buffers)
+        return model
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         self._requests.stops_together = False
         self.algorithm = self._new_algorithm() if self._comm is not None else Algorithm()
-        add_no_sync(self.model, self.block_backward_sync)
-        if self._comm is None:
-            return
-        self._training_loaders.follow(trainer)
-        if self.options.monitor:
-            from lightning_ring.monitor.ring_monitor import add_monitor
+        if not hasattr(self.model, "no_sync"):
+            self.model.no_sync = NoSync(self.block_backward_sync)  # type: ignore[assignment]
+        if self._comm is not None:
+            self._training_loaders.follow(trainer)
+            if self.options.monitor:
+                from lightning_ring.monitor.ring_monitor import add_monitor
 
-            add_monitor(trainer)
-        if self._may_have_others:
-            # a signal may have come during an evaluation before the fit
-            self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
-            leave_sigterm_to_the_buckets(trainer)
+                add_monitor(trainer)
+            if self._may_have_others:
+                # a signal may have come during an evaluation before the fit
+                self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
+                leave_sigterm_to_the_buckets(trainer)
+        super().setup_optimizers(trainer)
 
     def _new_algorithm(self) -> Algorithm:
         return self.options.new_algorithm()
@@ -292,10 +299,9 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
-        check_algorithm(self.algorithm, trainer)
-        follow_clipping(self.precision_plugin, self.algorithm)
+        follow_clipping(self.algorithm, trainer)
         if self.algorithm.steps_alone:
-            trainer.callbacks.insert(0, ShowAverages(self._show_averages))  # type: ignore[attr-defined]
+            average_before_reading(trainer, self._show_averages)
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, ShardsState):
@@ -305,16 +311,11 @@ class RingStrategy(RankedStrategy):
             f"{type(comm).__name__}{self.algorithm.description()}"
         )
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return super().optimizers
-
-    @optimizers.setter
+    @RankedStrategy.optimizers.setter  # type: ignore[attr-defined]
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         """Set by Lightning, and by ``trainer.optimizers = [...]`` in the middle of a training."""
         RankedStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        # DDPStrategy's constructor sets them too
-        if getattr(self, "_step_hooks", None) is not None:
+        if self._step_hooks is not None:
             self.algorithm.set_optimizers(optimizers)
 
     def teardown(self) -> None:
@@ -324,6 +325,7 @@ class RingStrategy(RankedStrategy):
         algorithm = self.algorithm
         with algorithm.states_shown() if isinstance(algorithm, ShardsState) else nullcontext():
             super().teardown()
+        withdraw_interface()
         if self.keeps_freed_memory:
             self.keeps_freed_memory = False
             return_freed_memory()
@@ -337,19 +339,19 @@ class RingStrategy(RankedStrategy):
         """Take back what `setup` has changed in module, plugins and Trainer."""
         self._remove_step_hooks()
         leave_clipping(self.precision_plugin)
-        if self.model is not None:
-            remove_no_sync(self.model)
+        if self.model is not None and isinstance(vars(self.model).get("no_sync"), NoSync):
+            del self.model.no_sync  # an attribute of the user stays
         if self._trainer is not None:
             leave_trainer(self._trainer)
             self._training_loaders.release(self._trainer)
         self.algorithm.detach(wait=not self._alone)
         self._active_ranks = ActiveRanks()
-        self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
+        self._buffers = BufferBroadcast(self.options.broadcast_buffers)
 
     # -- training
 
     def process_dataloader(self, dataloader: object) -> object:
-        if in_slurm_job(os.environ):
+        if IN_SLURM in os.environ:
             signals = [*stop_signals(), self.options.requeue_signal]
             ignore_in_workers(dataloader, list(filter(None, signals)), self.global_rank)
         if self._comm is None or self._trainer is None:
@@ -363,13 +365,10 @@ class RingStrategy(RankedStrategy):
             self.algorithm.overlaps = steps_may_overlap(self._trainer)
         super().on_train_start()
         self.timeline.begin_training()
-        if self.options.keep_freed_memory and self.root_device.type == "cpu":
-            self.keeps_freed_memory = keep_freed_memory()
-        if self.keeps_freed_memory:
-            rank_zero_info(
-                "lightning_ring: memory that a step frees is kept for the next one "
-                "(keep_freed_memory=True)"
-            )
+        keeps = self.options.keep_freed_memory and self.root_device.type == "cpu"
+        if keeps and keep_freed_memory():
+            self.keeps_freed_memory = True
+            _inform("memory that a step frees is kept for the next one (keep_freed_memory=True)")
 
     def on_train_end(self) -> None:
         self._wait_parameters()
@@ -382,12 +381,12 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         accumulate = trainer.accumulate_grad_batches
         self.timeline.begin_batch()
-        if self._comm is None and self._requests.pending != StopRequest.NONE:
-            self._follow_requests(trainer)
+        alone = self._step_hooks is None
+        if self._requests.pending if alone else self.algorithm.agreed_to_stop():
+            self._requests.follow(trainer, self._comm, self._wait_parameters)
         if self._step_hooks is not None:
-            if self.algorithm.agreed_to_stop():
-                self._follow_requests(trainer)
-            self.algorithm.begin_batch(self._active_ranks.take(trainer, batch_idx))
+            joining = self._training_loaders.joining
+            self.algorithm.begin_batch(self._active_ranks.take(joining, batch_idx, accumulate))
         if comm is not None:
             if self.algorithm.steps_together:
                 self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
@@ -423,16 +422,15 @@ class RingStrategy(RankedStrategy):
         module, plugin, algorithm = self.lightning_module, self.precision_plugin, self.algorithm
         assert module is not None
         self.pre_backward(closure_loss)
-        with algorithm.backwards.plain_backwards(reduced=False):  # a backward in the user's hook
-            closure_loss = plugin.pre_backward(closure_loss, module)
-        # gradients are averaged before the precision plugin's `post_backward`, which calls the
-        # user's `on_after_backward`: there they are equal on all ranks already a manual
-        # training_step may catch an exception
+        # a manual training_step may catch an exception
         reporting = self._reporting_failures() if module.automatic_optimization else nullcontext()
-        with reporting, algorithm.backward():
-            self._zero_loss.repeat_backward(algorithm)
-            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        with algorithm.backwards.plain_backwards(reduced=False):
+        with algorithm.backwards.plain_backwards(reduced=False):  # backwards in the user's hooks
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            # gradients are averaged before the precision plugin's `post_backward`, which calls the
+            # user's `on_after_backward`: there they are equal on all ranks already
+            with reporting, algorithm.backward():
+                self._zero_loss.repeat_backward(algorithm)
+                plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -464,16 +462,33 @@ class RingStrategy(RankedStrategy):
             return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
     def _wait_parameters(self) -> None:
-        wait_parameters(self.algorithm, alone=self._alone)
+        algorithm = self.algorithm
+        try:
+            algorithm.wait_parameters()
+        except RingError as error:
+            if not self._alone or not isinstance(algorithm, ShardsState):
+                raise
+            algorithm.show()
+            _warn(
+                "after the exception some parameters did not arrive from the ranks that stepped "
+                f"them ({type(error).__name__}). On this rank the weights, and a checkpoint of "
+                "them, mix those before and after the last step: go on from an earlier checkpoint."
+            )
 
     def _show_averages(self) -> None:
-        if self._step_hooks is None or not self.algorithm.steps_alone:
+        trainer, comm = self._trainer, self._comm
+        if self._step_hooks is None or trainer is None or comm is None:
+            return
+        if not self.algorithm.steps_alone:
+            return
+        if self._alone:
+            _warn(
+                "after the exception the weights, and a checkpoint of them, are this rank's, and "
+                "not the average of the ranks'. Go on from an earlier checkpoint."
+            )
             return
         with self._reporting_failures():
-            show_averages(self.algorithm, alone=self._alone)
-            if not self._alone and self._trainer is not None:
-                assert self._comm is not None
-                average_weight_averages(self._trainer, self._comm, self.root_device)
+            show_averages(self.algorithm, trainer, comm, self.root_device)
 
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()
@@ -487,24 +502,9 @@ class RingStrategy(RankedStrategy):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_step():
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluation_step(self) -> Iterator[None]:
-        with self._reporting_failures():
-            if self._requests.pending == StopRequest.STOP and self._step_hooks is None:
-                raise SIGTERMException(143)
-            yield
+    validation_step = _evaluates("validation_step")
+    test_step = _evaluates("test_step")
+    predict_step = _evaluates("predict_step")
 
     def _broadcast_buffers(self) -> None:
         if self.model is not None and (comm := self._buffers_comm) is not None:
@@ -550,19 +550,21 @@ class RingStrategy(RankedStrategy):
         """
         if not self.algorithm.sharded:
             return super().optimizer_state(optimizer)
-        alone = self._alone and not self._requests.stops_together
-        return sharded_optimizer_state(
-            optimizer, self.algorithm, is_rank_zero=self.is_global_zero, alone=alone
-        )
+        if self._alone and not self._requests.stops_together:
+            _warn(
+                "a checkpoint after an exception holds no optimizer state where that is sharded "
+                "(ring_sharded, ParameterServer): the other ranks, which have their shards of it, "
+                "may be gone."
+            )
+            return {}
+        return optimizer_state_dict(self.algorithm, optimizer, is_rank_zero=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         comm = None if self._holds_equal_state else self._comm
         load_optimizer_states(states, self.optimizers, self.algorithm, self.root_device, comm)
-        if self._comm is not None:
-            self._saved_states.restore_algorithm(self.algorithm)
-        # not later: the loaders' iterators draw their seeds from this state next
-        self._saved_states.restore_random(self.global_rank, self.world_size)
+        # not later: the loaders' iterators draw their seeds from the random state next
+        self._saved_states.restore(self.algorithm, self.global_rank, self.world_size)
 
     # -- requests to stop
 
@@ -580,9 +582,6 @@ class RingStrategy(RankedStrategy):
 
     def _ask_all_ranks(self, asked: bool) -> None:
         self.algorithm.ask_to_stop(asked)
-
-    def _follow_requests(self, trainer: pl.Trainer) -> None:
-        self._requests.follow(trainer, self._comm, self._wait_parameters)
 
 
 def _warn(message: str) -> None:  # no lambda: ``start_method="spawn"`` pickles the strategy

@@ -4,19 +4,18 @@ own ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ring.algorithms import optional
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.replicate import average_tensors
-from lightning_ring.errors import RingError
 
 _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
 _BETWEEN_STEPS = (  # of a module, after a step and before the next forward
@@ -31,12 +30,13 @@ _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with no
 
 
 class OwnCallback(pl.Callback):
-    """The strategy's own, among a Trainer's callbacks from `setup` until the loop ends. Its hooks
-    call ``act``.
+    """The strategy's own, among a Trainer's callbacks from `setup` until the loop ends: its
+    ``hooks`` call ``act``.
     """
 
-    def __init__(self, act: Callable[[], None]) -> None:
-        self.act = act
+    def __init__(self, act: Callable[[], None], hooks: Iterable[str]) -> None:
+        for hook in hooks:
+            setattr(self, hook, lambda *_, **__: act())
 
 
 def leave_trainer(trainer: pl.Trainer) -> None:
@@ -49,8 +49,11 @@ def leave_trainer(trainer: pl.Trainer) -> None:
 def complete_parameters_in_hooks(trainer: pl.Trainer, wait_parameters: Callable[[], None]) -> None:
     """Until `leave_trainer`, wait for all parameters before hooks of callbacks, and before a
     validation.
+
+    The two hooks of every training batch do not wait. If one may read parameters, each step waits.
     """
-    trainer.callbacks.insert(0, _WaitForParameters(wait_parameters))  # type: ignore[attr-defined]
+    hooks = {name for name in dir(pl.Callback) if name.startswith("on_")} - {*_EACH_BATCH, *_ALONE}
+    trainer.callbacks.insert(0, OwnCallback(wait_parameters, hooks))  # type: ignore[attr-defined]
     # the module's hooks before a validation run first
     loop = trainer.fit_loop.epoch_loop
     is_due = loop._should_check_val_fx
@@ -66,95 +69,46 @@ def complete_parameters_in_hooks(trainer: pl.Trainer, wait_parameters: Callable[
 
 def steps_may_overlap(trainer: pl.Trainer) -> bool:
     """Whether a step may return before its parameters are complete: between two steps nothing
-    reads them, unless the module steps optimizers itself, or a user's hook runs there.
+    reads them, unless the module steps optimizers itself, or a hook runs there that is neither
+    Lightning's nor ours, or of Lightning's `WeightAveraging`.
     """
-    for owner, hook in _between_steps(trainer):
-        rank_zero_info(
-            f"lightning_ring: {type(owner).__name__}.{hook} may read parameters. Each step "
-            "waits for all of them, instead of having them arrive while the next forward runs."
-        )
-        return False
-    return trainer.lightning_module.automatic_optimization
-
-
-class _WaitForParameters(OwnCallback):
-    """The first of all callbacks: its hooks wait for all parameters, before the hooks of other
-    callbacks.
-
-    The two hooks of every training batch do not wait. If one may read parameters, each step waits.
-    """
-
-    def wait(self, *_: Any, **__: Any) -> None:
-        self.act()
-
-
-for _name in dir(pl.Callback):
-    if _name.startswith("on_") and _name not in (*_EACH_BATCH, *_ALONE):
-        setattr(_WaitForParameters, _name, _WaitForParameters.wait)
-
-
-def _between_steps(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Callbacks and modules with hooks between two steps that may read parameters: those that are
-    neither Lightning's nor ours, and of Lightning's `WeightAveraging`.
-    """
-    hooks = [(callback, name) for callback in trainer.callbacks for name in _EACH_BATCH]  # type: ignore[attr-defined]
-    for owner, name in (*hooks, *((trainer.lightning_module, name) for name in _BETWEEN_STEPS)):
+    module = trainer.lightning_module
+    hooks: list[tuple[Any, str]] = [(module, name) for name in _BETWEEN_STEPS]
+    hooks += [(callback, name) for callback in trainer.callbacks for name in _EACH_BATCH]  # type: ignore[attr-defined]
+    for owner, name in hooks:
         package = getattr(getattr(owner, name), "__module__", "")
         known = package.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_ring")
         if not known or package.endswith("weight_averaging"):
-            yield owner, name
+            rank_zero_info(
+                f"lightning_ring: {type(owner).__name__}.{name} may read parameters. Each step "
+                "waits for all of them, instead of having them arrive while the next forward runs."
+            )
+            return False
+    return module.automatic_optimization
 
 
-def wait_parameters(algorithm: Algorithm, *, alone: bool) -> None:
-    """Return when all parameters have arrived; ``alone``: after an exception, when they may not."""
-    try:
-        algorithm.wait_parameters()
-    except RingError as error:
-        if not alone or not isinstance(algorithm, optional.ShardsState):
-            raise
-        algorithm.show()
-        rank_zero_warn(
-            "lightning_ring: after the exception some parameters did not arrive from the ranks "
-            f"that stepped them ({type(error).__name__}). On this rank the weights, and a "
-            "checkpoint of them, mix those before and after the last step: go on from an earlier "
-            "checkpoint."
-        )
-
-
-def show_averages(algorithm: Algorithm, *, alone: bool) -> None:
-    """Put the ranks' average into the place of the parameters, where ranks step alone.
-    Collective, unless ``alone``.
-    """
-    if alone:
-        rank_zero_warn(
-            "lightning_ring: after the exception the weights, and a checkpoint of them, are this "
-            "rank's, and not the average of the ranks'. Go on from an earlier checkpoint."
-        )
-        return
-    optional.show_averages(algorithm)
-
-
-class ShowAverages(OwnCallback):
-    """The first of all callbacks: has averages in place before validations, and at the end of
-    epochs and of the fit.
+def average_before_reading(trainer: pl.Trainer, show_averages: Callable[[], None]) -> None:
+    """Until `leave_trainer`, have averages in place before validations, and at the end of epochs
+    and of the fit.
 
     They stay until the next training batch. Hooks of training batches see this rank's own
     parameters.
     """
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.act()
-
-    on_train_epoch_end = on_train_end = on_validation_start
+    hooks = ("on_validation_start", "on_train_epoch_end", "on_train_end")
+    trainer.callbacks.insert(0, OwnCallback(show_averages, hooks))  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def average_weight_averages(trainer: pl.Trainer, comm: Communicator, device: torch.device) -> None:
-    """Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the
-    ranks. Collective.
+def show_averages(
+    algorithm: Algorithm, trainer: pl.Trainer, comm: Communicator, device: torch.device
+) -> None:
+    """Put the ranks' average into the place of the parameters, where ranks step alone. Collective.
 
-    The averages over steps are linear, so that it is that of the ranks' average, and so it remains.
+    Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the
+    ranks. The averages over steps are linear, so that it is that of the ranks' average, and so it
+    remains.
     """
+    optional.show_averages(algorithm)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             params = [param.detach() for param in callback._average_model.module.parameters()]

@@ -11,24 +11,21 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterable
-from itertools import cycle, islice
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import accelerators as fabric_accelerators
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.connector import _Connector
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.job import current_job
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
-from lightning_ring.job.members import shares_gpus
+from lightning_ring.job.members import JobMember, info_of, shares_gpus
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
 from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import reserve_port
@@ -37,28 +34,29 @@ from lightning_ring.job.rendezvous.greeting import reserve_port
 class RingEnvironment(ClusterEnvironment):
     """Rank and world size for Lightning, from one `RankInfo`.
 
-    Without ``info`` it takes the ranks of this process's open job, else the launcher's variables,
-    else the process group that is open, and opens nothing. MPI starts at `discover`, or at the
-    first question that only MPI can answer (`node_rank`, with several nodes). A process with none
-    of these is one rank until Lightning starts more (``start_method`` spawn and fork:
+    It takes the ranks of this process's open job, else the launcher's variables, else the process
+    group that is open, and opens nothing. MPI starts at `discover`, or at the first question that
+    only MPI can answer (`node_rank`, with several nodes). A process with none of these is one rank
+    until Lightning starts more (``start_method`` spawn and fork:
     `set_world_size`, `set_global_rank`).
 
     Raises:
         RankDiscoveryError: The launcher's variables are incomplete or contradict each other.
     """
 
-    def __init__(self, info: RankInfo | None = None, caller: str = "Trainer") -> None:
+    def __init__(self, caller: str = "Trainer") -> None:
         self._caller = caller  # what the user built, for errors
         self._variables: LaunchVariables | None = None
-        self._info = info
+        self._info: RankInfo | None = None
         self._reserved: socket.socket | None = None  # holds `main_port` until rank 0 listens there
-        if info is None and self._of_current_job() is None:
+        if self._of_current_job() is None:
             self._variables = _launcher_or_open_group()
             if self._variables is None:
                 self._info = SINGLE
             elif self._variables.source not in ("mpi", "group"):
                 self._info = info_from_variables(self._variables)
-        _set_rank_zero_only(self.global_rank())
+        # Lightning takes every rank of MPI for rank 0, whose messages are shown
+        rank_zero_only.rank = self.global_rank()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_reserved": None}  # a spawned rank gets the port's number
@@ -119,11 +117,9 @@ class RingEnvironment(ClusterEnvironment):
     @property
     def _known(self) -> RankInfo | LaunchVariables:
         """The numbers that are known without starting MPI."""
-        return (
-            self._variables
-            if self._info is None and self._variables is not None
-            else self.discover()
-        )
+        if self._info is None and self._variables is not None:
+            return self._variables
+        return self.discover()
 
     def world_size(self) -> int:
         return self._known.world_size
@@ -141,8 +137,7 @@ class RingEnvironment(ClusterEnvironment):
         return self.discover().local_rank if known is None else known
 
     def local_size(self) -> int:
-        known = self._known.local_size
-        return self.discover().local_size if known is None else known
+        return self._known.local_size or self.discover().local_size
 
     def num_nodes(self) -> int:
         return 1 if self._known.local_size == self.world_size() else self.discover().num_nodes
@@ -160,21 +155,23 @@ class RingEnvironment(ClusterEnvironment):
     def set_global_rank(self, rank: int) -> None:
         if not self.creates_processes_externally and rank != self.global_rank():
             self._info = _spawned(rank, max(self.world_size(), rank + 1))
-        _set_rank_zero_only(self.global_rank())
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse ``devices`` and ``num_nodes`` that are not what the launcher started."""
+        """Refuse ``devices`` and ``num_nodes`` that are not what the launcher started.
+
+        1 is also what Lightning makes of a ``num_nodes`` that nobody wrote.
+        """
         if not self.creates_processes_externally:
             return
-        info = self.discover()
-        if (num_devices, num_nodes) == (info.local_size, info.num_nodes):
+        local_size, nodes = self.local_size(), self.num_nodes()
+        if num_devices == local_size and num_nodes in (1, nodes):
             return
         raise RankDiscoveryError(
             f"{self._caller}(devices={num_devices}, num_nodes={num_nodes}) asks for "
             f"{num_devices * num_nodes} ranks, but {self.launcher_name()} started "
-            f"{info.world_size}: {info.local_size} on this node, nodes: {info.num_nodes}. Leave "
-            "devices and num_nodes out to take what was started, or set "
-            f"devices={info.local_size}, num_nodes={info.num_nodes}."
+            f"{self.world_size()}: {local_size} on this node, nodes: {nodes}. Leave devices and "
+            f"num_nodes out to take what was started, or set devices={local_size}, "
+            f"num_nodes={nodes}."
         )
 
     def launcher_name(self) -> str:
@@ -186,7 +183,7 @@ def _launcher_or_open_group() -> LaunchVariables | None:
     """The launcher's variables. Lightning's DDP starts ranks with fewer, and removes one after a
     fit: an open process group of torch.distributed then has the rest."""
     group: LaunchVariables | None = None
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = dist.get_rank(), dist.get_world_size()
         group = LaunchVariables("group", "torch.distributed", *ranks)
     try:
@@ -199,22 +196,10 @@ def _launcher_or_open_group() -> LaunchVariables | None:
 
 def _info_from_open_group() -> RankInfo:
     """Collective over torch.distributed's default group."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    hosts: list[str] = [""] * world_size
+    hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    nodes = list(dict.fromkeys(hosts))
-    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    node_rank = nodes.index(hosts[rank])
-    return RankInfo(
-        rank, world_size, local.index(rank), len(local), node_rank, len(nodes), source="group"
-    )
-
-
-def _set_rank_zero_only(rank: int) -> None:
-    """Messages and warnings come from rank 0 alone; Lightning takes every rank of MPI for rank 0
-    until this is set.
-    """
-    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+    members = [JobMember(rank, hosts.index(host)) for rank, host in enumerate(hosts)]
+    return info_of(dist.get_rank(), members, "group", 0)
 
 
 def _spawned(rank: int, world_size: int) -> RankInfo:
@@ -227,10 +212,8 @@ def environment_of(strategy: Any, plugins: Any, caller: str) -> RingEnvironment:
     Raises:
         ConfigurationError: There is a cluster environment among ``plugins``, other than Ray's.
     """
-    if not isinstance(strategy, str):
-        environment: RingEnvironment = strategy.cluster_environment
-    else:
-        environment = RingEnvironment(caller=caller)
+    named = isinstance(strategy, str)
+    environment = RingEnvironment(caller) if named else strategy.cluster_environment
     for plugin in plugins if isinstance(plugins, Iterable) else [plugins]:
         if isinstance(plugin, ClusterEnvironment):
             name = type(plugin).__name__
@@ -252,86 +235,41 @@ def environment_of(strategy: Any, plugins: Any, caller: str) -> RingEnvironment:
     return environment
 
 
-_CPU = (CPUAccelerator, fabric_accelerators.CPUAccelerator)
-_CUDA = (CUDAAccelerator, fabric_accelerators.CUDAAccelerator)
+_CONNECTORS = (_AcceleratorConnector.__init__.__code__, _Connector.__init__.__code__)
 
 
-class DeviceRequest(NamedTuple):
-    """``Trainer(devices=, num_nodes=)``, or Fabric's, as the user wrote them; ``"auto"`` and 1
-    by default.
+def devices_left_out() -> bool:
+    """Whether the Trainer, or the Fabric, that is being built was given no ``devices``.
+
+    Lightning tells a strategy only the number that it makes of ``"auto"``, and keeps the argument
+    nowhere. Only the connector's own arguments, which are still on the stack, tell a request for
+    one device from none.
     """
-
-    devices: Any = "auto"
-    num_nodes: int = 1
-
-
-def requested_devices() -> DeviceRequest:
-    """The arguments of the Trainer, or of the Fabric, that is being built.
-
-    Lightning tells a strategy only the number that it makes of ``devices="auto"``, and keeps the
-    request nowhere. Only the connector's own arguments, which are still on the stack, tell a
-    request for one device from none.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        connector = isinstance(frame.f_locals.get("self"), (_AcceleratorConnector, _Connector))
-        if connector and frame.f_code.co_name == "__init__":
-            return DeviceRequest(frame.f_locals["devices"], frame.f_locals["num_nodes"])
+    frame = sys._getframe()
+    while frame is not None and frame.f_code not in _CONNECTORS:
         frame = frame.f_back  # type: ignore[assignment]
-    return DeviceRequest()
-
-
-def check_request(
-    request: DeviceRequest, environment: RingEnvironment, accelerator: Accelerator | None
-) -> None:
-    """Compare these arguments with the ranks that the launcher started; those left out follow the
-    launcher.
-
-    Where each rank sees one GPU alone, Lightning accepts no other number than 1: that is one a
-    rank.
-    """
-    num_devices = environment.local_size() if request.devices == "auto" else _count(request.devices)
-    if num_devices == 1 and isinstance(accelerator, _CUDA) and accelerator.auto_device_count() == 1:
-        num_devices = environment.local_size()
-    # 1 is also what Lightning makes of a num_nodes that nobody wrote
-    if num_devices != environment.local_size() or request.num_nodes not in (
-        1,
-        environment.num_nodes(),
-    ):
-        environment.validate_settings(num_devices, request.num_nodes)
-
-
-def _count(devices: Any) -> int:
-    """How many devices ``Trainer(devices=)`` names: a number, ``"2"``, ``-1``, a list, or
-    ``"0,1"``.
-    """
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
-    if isinstance(devices, str) and "," in devices:
-        return len([part for part in devices.split(",") if part.strip()])
-    count = int(devices)
-    return torch.accelerator.device_count() if count == -1 else count
+    return frame is None or frame.f_locals["devices"] == "auto"
 
 
 def devices_for(
-    accelerator: Accelerator | None, requested: list[torch.device] | None, local_size: int
+    accelerator: Accelerator, found: list[torch.device], local_size: int
 ) -> list[torch.device]:
-    """One device for each of the ``local_size`` ranks on this node. More ranks than devices are an
-    error.
+    """One device for each of the ``local_size`` ranks on this node, of the kind of those that
+    Lightning ``found``. More ranks than devices are an error.
 
     Where this process sees one GPU, its launcher gave each rank its own (Slurm's
     ``--gpus-per-task=1``), which every rank calls GPU 0. Whether ranks share one GPU, the job finds
     by its UUID (`check_gpu_assignment`).
     """
-    if accelerator is None or isinstance(accelerator, _CPU):
-        return [torch.device("cpu")] * local_size
-    if requested is not None and len(requested) == local_size:
-        return requested
+    kind = found[0].type
+    if kind == "cpu":
+        return found[:1] * local_size
+    if len(found) == local_size:
+        return found
     there = accelerator.auto_device_count()
-    if there == 1 and isinstance(accelerator, _CUDA):
-        return accelerator.get_parallel_devices([0]) * local_size
-    if there < local_size and isinstance(accelerator, _CUDA) and shares_gpus():
-        return list(islice(cycle(accelerator.get_parallel_devices(list(range(there)))), local_size))
+    if kind == "cuda" and (there == 1 or shares_gpus()):
+        gpus = accelerator.get_parallel_devices(list(range(there)))
+        return [gpus[rank % there] for rank in range(local_size)]
     if there < local_size:
         raise RankDiscoveryError(
             f"the launcher started {local_size} ranks on this node, which has {there} "
@@ -348,11 +286,9 @@ def leave_start_up_messages_to_rank_0() -> None:
     """In the process that starts the ranks: they build the same Trainer again, and rank 0 prints
     these.
     """
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_said_by_rank_0)
-
-
-def _is_not_said_by_rank_0(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_RANK_0_SAYS)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: not record.getMessage().startswith(_RANK_0_SAYS)
+    )
 
 
 def ignore_deprecations_between_libraries() -> None:

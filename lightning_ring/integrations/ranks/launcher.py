@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+@dataclass
 class RingLauncher(_Launcher):
     """Starts ``num_processes`` ranks of this script, unless a launcher has: then it does nothing.
 
@@ -33,25 +35,15 @@ class RingLauncher(_Launcher):
     (`elastic_script_job`).
     """
 
-    def __init__(
-        self,
-        environment: RingEnvironment,
-        num_processes: int,
-        num_nodes: int,
-        *,
-        use_mpi: bool,
-        limits: ElasticLimits | None = None,
-    ) -> None:
-        self._environment = environment
-        self._num_processes = num_processes
-        self._num_nodes = num_nodes
-        self._use_mpi = use_mpi
-        self._limits = limits
-        self._job: Supervisor | ElasticJob | None = None
+    environment: RingEnvironment
+    num_processes: int
+    num_nodes: int
+    use_mpi: bool
+    limits: ElasticLimits | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
-        return self._environment.creates_processes_externally
+        return self.environment.creates_processes_externally
 
     def launch(
         self, function: Callable, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
@@ -64,24 +56,23 @@ class RingLauncher(_Launcher):
             ConfigurationError: Several nodes, which only mpirun, ringrun, srun or torchrun can
                 start.
         """
-        alone = self._num_processes * self._num_nodes == 1 and self._limits is None
-        if self._environment.creates_processes_externally or alone:
+        if self.environment.creates_processes_externally:
             return function(*args, **kwargs)
-        if self._num_nodes > 1:
-            ranks, slots = self._num_processes * self._num_nodes, self._num_processes
+        if self.num_nodes > 1:
+            ranks, slots = self.num_processes * self.num_nodes, self.num_processes
             raise ConfigurationError(
-                f"num_nodes={self._num_nodes}, and no launcher started this process. Python can "
+                f"num_nodes={self.num_nodes}, and no launcher started this process. Python can "
                 f"start ranks on this host only: use `ringrun -n {ranks} -H host1:{slots},... "
                 "train.py`, mpirun, srun or torchrun."
             )
         check_not_started_again(os.environ)
-        started: AbstractContextManager[Supervisor | ElasticJob]
-        if self._limits is not None:
-            started = elastic_script_job(self._limits)
-        else:
-            started = script_job(self._num_processes, use_mpi=self._use_mpi)
-        with started as self._job:
-            code = self._job.run()
+        started: AbstractContextManager[Supervisor | ElasticJob] = (
+            elastic_script_job(self.limits)
+            if self.limits is not None
+            else script_job(self.num_processes, use_mpi=self.use_mpi)
+        )
+        with started as job:
+            code = job.run()
         if trainer is not None:
             # Lightning now treats the exit as an interrupted fit; it must not save or log in the
             # ranks' place
@@ -90,6 +81,4 @@ class RingLauncher(_Launcher):
         raise JobFinished(code)
 
     def kill(self, signum: int) -> None:
-        """Lightning calls it when it gets a signal itself. In a rank there is nothing to kill."""
-        if self._job is not None:
-            self._job.kill(signum)
+        """Only ranks have Lightning's handlers of signals; they have no processes to kill."""

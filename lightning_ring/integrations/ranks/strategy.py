@@ -4,10 +4,11 @@ the collectives that users call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from torch import Tensor
 
@@ -16,11 +17,10 @@ from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
 from lightning_ring.integrations.ranks.environment import (
     RingEnvironment,
-    check_request,
     devices_for,
+    devices_left_out,
     ignore_deprecations_between_libraries,
     leave_start_up_messages_to_rank_0,
-    requested_devices,
 )
 from lightning_ring.job.job import Job
 from lightning_ring.options import RingOptions
@@ -36,10 +36,19 @@ class OnRingRanks:
     among the bases.
     """
 
-    multiprocessing_launcher: ClassVar[Any]  # Lightning's, which spawns and forks
-    options: RingOptions
-    listeners: list[Listener]
     _job: Job | None = None
+    # whether what this rank does must not wait for others, as after an exception
+    _alone = False
+
+    def __init__(self, caller: str, options: RingOptions, **of_every_strategy: Any) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            cluster_environment=RingEnvironment(caller),
+            timeout=options.timeout,
+            start_method=options.start_method,
+            **of_every_strategy,
+        )
+        self.options = options
+        self.listeners: list[Listener] = []
 
     @property
     def ring_environment(self: Any) -> RingEnvironment:
@@ -65,11 +74,6 @@ class OnRingRanks:
         return self._job.communicator
 
     @property
-    def _alone(self) -> bool:
-        """Whether what this rank does must not wait for others, as after an exception."""
-        return False
-
-    @property
     def hosts(self) -> list[str]:
         """Each rank's, by rank; empty before the ranks are connected."""
         return [member.host for member in self._job.members] if self._job is not None else []
@@ -87,24 +91,28 @@ class OnRingRanks:
         self._checkpoint_io = io
 
     def _configure_launcher(self: Any) -> None:
-        request, environment = requested_devices(), self.ring_environment
+        environment = self.ring_environment
         if environment.creates_processes_externally:
-            check_request(request, environment, self.accelerator)
-            self.parallel_devices = devices_for(
-                self.accelerator, self.parallel_devices, environment.local_size()
-            )
-        self._launcher = self._choose_launcher(request.num_nodes)
+            local_size, found = environment.local_size(), self.parallel_devices
+            one_each = found[0].type == "cuda" and self.accelerator.auto_device_count() == 1
+            # where each rank sees one GPU alone, Lightning accepts no other number than 1
+            follows = devices_left_out() or (one_each and len(found) == 1)
+            environment.validate_settings(local_size if follows else len(found), self.num_nodes)
+            self.parallel_devices = devices_for(self.accelerator, found, local_size)
+        self._launcher = self._choose_launcher(self.num_nodes)
 
     def _choose_launcher(self: Any, num_nodes: int) -> Any:
         """The launcher that starts the ranks; `None` in a rank, and for a single process."""
         if self.ring_environment.creates_processes_externally:
             return None
-        forks = _IS_INTERACTIVE and self.num_processes * num_nodes > 1
-        method = self.options.start_method
-        if method != "popen" or forks:  # a notebook is no script that could be run once a rank
-            method = "fork" if method == "popen" else method
-            return self.multiprocessing_launcher(self, start_method=method)
-        if self.num_processes * num_nodes == 1:
+        several, method = self.num_processes * num_nodes > 1, self.options.start_method
+        if method == "popen" and several and _IS_INTERACTIVE:
+            method = "fork"  # a notebook is no script that could be run once a rank
+        if method != "popen":
+            self._start_method = method
+            super()._configure_launcher()  # type: ignore[misc]
+            return self._launcher
+        if not several:
             return None
         from lightning_ring.integrations.ranks.launcher import RingLauncher  # no rank needs it
 
@@ -133,15 +141,30 @@ class OnRingRanks:
             return obj
         return self._comm.broadcast_object(obj, src=src, name="strategy.broadcast")
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        everybody = _is_everybody(group)
+        if self._comm is not None and everybody:
+            # in torch's group a rank that calls another collective would hang
+            self._comm.barrier(name=f"all_gather of {tensor.dtype} {tuple(tensor.shape)}")
+        elif group is None:
+            return tensor.unsqueeze(0)
+        return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+
     def _reduce(
-        self: Any, tensor: Any, comm: Communicator, group: Any, op: Any, status: BatchStatus | None
-    ) -> Tensor | None:
-        """`None`: only torch has this operation, or this group."""
-        everybody = group is None or group is torch.distributed.group.WORLD
-        if not everybody or op not in _OPS or tensor.device.type != self.root_device.type:
-            return None
+        self: Any, tensor: Any, group: Any, op: Any, status: BatchStatus | None = None
+    ) -> Any:
+        comm = self._comm
+        if comm is None or not isinstance(tensor, Tensor):
+            return tensor
+        on_root_device = tensor.device.type == self.root_device.type
+        if not _is_everybody(group) or op not in _OPS or not on_root_device:
+            return _sync_ddp_if_available(tensor, group, op)  # only torch has it
         recorded = RecordedCommunicator(comm, self.listeners) if self.listeners else comm
         return reduce_(tensor, recorded, _OPS[op], status)
+
+
+def _is_everybody(group: Any) -> bool:
+    return group is None or group is torch.distributed.group.WORLD
 
 
 _OPS: dict[Any, ReduceOp] = {  # in the spelling of `sync_dist`, torchmetrics and users
@@ -150,14 +173,6 @@ _OPS: dict[Any, ReduceOp] = {  # in the spelling of `sync_dist`, torchmetrics an
     "mean": ReduceOp.AVG,
     "MEAN": ReduceOp.AVG,
 }
-
-
-def agree_on_gather(tensor: Tensor, comm: Communicator, group: Any) -> None:
-    """Before a gather of all ranks in torch's default ``group``: one that calls another
-    collective would hang there.
-    """
-    if group is None or group is torch.distributed.group.WORLD:
-        comm.barrier(name=f"all_gather of {tensor.dtype} {tuple(tensor.shape)}")
 
 
 def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, status: BatchStatus | None) -> Tensor:

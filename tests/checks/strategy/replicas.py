@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ModelMismatchError
-from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap
+from lightning_ring.integrations.lightning.whole_weights import OwnCallback
 from tests.checks.models import (
     RANK,
     SIZE,
@@ -47,7 +47,7 @@ def check_averages_of_buffers_that_a_callback_puts_in_for_a_validation_follow_ra
     module.seen["mean"] = []
     run = fit("ring", module, val=loader(), callbacks=[EMAWeightAveraging(decay=0.5)])
     assert len(set(WORLD.allgather(module.seen["mean"][-1].numpy().tobytes()))) == 1
-    assert not any(isinstance(callback, BroadcastAfterSwap) for callback in run.callbacks)
+    assert not any(isinstance(callback, OwnCallback) for callback in run.callbacks)
 
 
 class Queue(Classifier):

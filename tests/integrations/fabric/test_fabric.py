@@ -70,7 +70,7 @@ def test_both_names_are_registered_and_take_the_algorithm():
     [
         ({"backend": "smoke"}, "RingFabricStrategy got backend='smoke', expected one of 'auto'"),
         ({"timeout": timedelta(0)}, "RingFabricStrategy got timeout"),
-        ({"broadcast_buffers": "epoch"}, "broadcast_buffers='epoch', expected True or False"),
+        ({"broadcast_buffers": "epoch"}, "broadcast_buffers='epoch', expected one of True, False"),
     ],
 )
 def test_bad_arguments_get_one_clear_error(arguments, expected):

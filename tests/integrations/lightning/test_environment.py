@@ -90,7 +90,6 @@ def test_lightning_numbers_the_processes_it_forks(launched, monkeypatch):
     environment.set_world_size(2)
     assert numbers(environment) == (1, 2, 1, 2, 0, 1)
     assert environment.discover().source == "spawn"
-    assert rank_zero_only.rank == 1
 
 
 def test_a_stray_local_rank_is_not_a_single_process_s(launched):
@@ -144,14 +143,15 @@ def test_mpi_variables_answer_without_starting_mpi(launched):
     assert ("mpi4py.MPI" in sys.modules) == before
 
 
-@pytest.mark.parametrize(("devices", "nodes"), [(4, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("devices", "nodes"), [(4, 1), (2, 3), (1, 2)])
 def test_a_trainer_that_disagrees_is_told_both(launched, devices, nodes):
     launched(**TWO_NODES)
     with pytest.raises(RankDiscoveryError) as error:
         RingEnvironment().validate_settings(num_devices=devices, num_nodes=nodes)
     told = rf"\(devices={devices}, num_nodes={nodes}\).* started 4.*devices=2, num_nodes=2"
     assert error.match(told)
-    RingEnvironment().validate_settings(num_devices=2, num_nodes=2)
+    for nodes in (1, 2):  # 1: as if left out
+        RingEnvironment().validate_settings(num_devices=2, num_nodes=nodes)
 
 
 def test_the_main_address_is_that_of_the_variables(launched):

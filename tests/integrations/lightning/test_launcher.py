@@ -53,10 +53,6 @@ def test_hydra_sweep_one_job_after_the_other_each_in_one_folder(tmp_path):
     assert "UserWarning" not in result.stdout
 
 
-def test_one_process_runs_in_place():
-    assert RingLauncher(RingEnvironment(), 1, 1, use_mpi=True).launch(lambda x: x + 1, 41) == 42
-
-
 def test_several_nodes_need_a_launcher():
     with pytest.raises(ConfigurationError, match=r"num_nodes=2.*ringrun -n 4 -H host1:2"):
         RingLauncher(RingEnvironment(), 2, 2, use_mpi=True).launch(print)
