@@ -31,6 +31,7 @@ IMPORTS = (
     "torch.utils.tensorboard",
     "numpy.random",
     "omegaconf",  # which Lightning imports to save hyperparameters
+    "pytest",  # which checks import
     # This package too: most ranks would import these modules, for a fifth of a second each. Nothing
     # in them depends on a rank.
     "lightning_ring.integrations.lightning.elastic.strategy",
