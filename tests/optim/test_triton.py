@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ring.optim.engine import fused
-from lightning_ring.optim.engine.fused import CHUNK, NUM_WARPS, constants_of, kernels
+from lightning_ring.optim.engine.fused import NUM_WARPS, constants_of, kernels
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from tests.gpu import on_gpu
 from tests.machine_code import compiled, resources
@@ -72,7 +72,7 @@ def steps_as_in_float64(optimizer_class, params, num_steps=2, **way):
 @every_dtype
 def test_interpreted_kernels_at_every_edge(optimizer_class, dtype):
     block = constants_of(optimizer_class, kind_of(dtype, dtype), move=False)["BLOCK"]
-    edges = [0, 1, 31, 32, 33, block - 1, block, block + 1, CHUNK, CHUNK + 1]
+    edges = [0, 1, 31, 32, 33, block - 1, block, block + 1, fused.CHUNK, fused.CHUNK + 1]
     for sizes in (edges, [1]):  # Triton makes a constant of a number of parameters that is 1
         params = random_params(dtype=dtype, shapes=[(size,) for size in sizes])
         steps_as_in_float64(optimizer_class, params, fused=True)
@@ -98,7 +98,7 @@ def test_interpreted_kernels_far_into_a_tensor(optimizer_class, dtype, monkeypat
 
     monkeypatch.setattr(fused, "chunks_of", far_chunks)
     monkeypatch.setattr(fused, "pointers_of", low_pointers)
-    params = random_params(dtype=dtype, shapes=[(33,), (CHUNK,)])
+    params = random_params(dtype=dtype, shapes=[(33,), (fused.CHUNK,)])
     steps_as_in_float64(optimizer_class, params, fused=True)
 
 
