@@ -39,9 +39,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-_SIGUSR1: signal.Signals | None = getattr(signal, "SIGUSR1", None)  # Windows has none
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOptions:
     """The arguments of `RingStrategy`. Its docstring explains each.
@@ -71,7 +68,7 @@ class RingOptions:
     keep_freed_memory: bool = True
     monitor: bool = True
     timeline: str | Path | None = None
-    requeue_signal: signal.Signals | None = _SIGUSR1
+    requeue_signal: signal.Signals | None = signal.SIGUSR1
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

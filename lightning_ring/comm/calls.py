@@ -55,7 +55,12 @@ def check_agreement(headers: Tensor, call: int) -> None:
         bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="ignore")
         for row in headers.cpu()
     ]
-    raise CollectiveError(
+    raise disagreement(call, texts)
+
+
+def disagreement(call: int, texts: Sequence[str]) -> CollectiveError:
+    """The error of every rank if the ``call``-th one is ``texts[r]`` on rank r."""
+    return CollectiveError(
         f"the ranks called different collectives (call {call} of this communicator): "
         f"{by_rank(texts)}. All ranks must make the same calls in the same order with tensors of "
         "equal dtype and size: look for code that only some ranks run, and for models or batches "

@@ -20,6 +20,7 @@ from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, nothing, tran
 from lightning_ring.errors import CollectiveError, RingError
 
 BROKEN_SECONDS = 0.5
+LATE_SECONDS = 0.1  # less, and ranks of unequal speed would find each other late in every step
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs inside the transport
 
 
@@ -96,6 +97,7 @@ class CollectiveThread:
             if running is None:
                 continue
             seconds = time.monotonic() - running.started
+            self.tell_late()
             running.num_warnings += self.policy.warn_of_stall(
                 running.description, seconds, running.waits_for, running.num_warnings
             )
@@ -105,6 +107,13 @@ class CollectiveThread:
                 )
         if work.error is not None:
             self.policy.raise_named(work.error)
+
+    def tell_late(self) -> None:
+        """Call `ThreadWork.late` of the work that runs, once it is."""
+        running = self.running
+        if running is not None and time.monotonic() - running.started >= LATE_SECONDS:
+            late, running.late = running.late, nothing
+            late()
 
     def close(self) -> bool:
         """Let what is queued finish or fail, then end the thread. Returns whether it ended.
@@ -164,6 +173,7 @@ class ThreadWork:
     waits_for: Sequence[int] = ()
     num_warnings: int = 0
     ended: float | None = None
+    late: Callable[[], object] = nothing
     error: RingError | None = None
     finished: threading.Event = field(default_factory=threading.Event)
 
@@ -171,7 +181,9 @@ class ThreadWork:
         self._thread.wait(self)
 
     def done(self) -> bool:
-        return self.finished.is_set()
+        if not self.finished.is_set():
+            self._thread.tell_late()
+        return self.finished.is_set() or self._thread.policy.error is not None
 
     def finish(self, error: RingError | None) -> None:
         self.error = error

@@ -78,24 +78,26 @@ def goes_directly(flat: Tensor, world_size: int) -> bool:
 
 
 def start_all_reduce_directly(
-    flat: Tensor, p2p: PointToPoint, op: ReduceOp
+    flat: Tensor, p2p: PointToPoint, op: ReduceOp, tag: int = 0
 ) -> tuple[list[Request], Callable[[], object]]:
     """Messages under way, and what reduces 1-D ``flat`` once they are over: in the order of the
     ranks.
 
-    One message time instead of the ring's 2·(N−1), for N−1 times the bytes. The tag tells sizes
-    apart: Gloo aborts a process that gets more than it has room for.
+    One message time instead of the ring's 2·(N−1), for N−1 times the bytes. A ``tag`` of 0 stands
+    for one that tells sizes apart: Gloo aborts a process that gets more than it has room for.
     """
-    rows = [flat.new_empty(flat.numel()) for _ in range(p2p.world_size)]
     if p2p.world_size == 2:
         if op is ReduceOp.AVG and flat.dtype in (torch.float32, torch.float64):
             # DistributedDataParallel's bits: a sum of large values would overflow
             flat.mul_(0.5)
             op = ReduceOp.SUM
-        rows[p2p.rank] = flat  # read before it is written
+        rows = [flat, flat.new_empty(flat.numel())]  # `flat` is read before it is written
+        if p2p.rank == 1:
+            rows.reverse()
     else:
+        rows = [flat.new_empty(flat.numel()) for _ in range(p2p.world_size)]
         rows[p2p.rank].copy_(flat)
-    requests = start_exchange(rows, p2p, _FIRST_DIRECT_TAG + flat.nbytes)
+    requests = start_exchange(rows, p2p, tag or _FIRST_DIRECT_TAG + flat.nbytes)
 
     def reduce() -> None:
         if wants_wide_sum(flat.dtype, op):

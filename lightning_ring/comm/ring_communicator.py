@@ -28,6 +28,7 @@ from lightning_ring.comm.calls import (
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, as_bytes
 from lightning_ring.comm.exchange import DIRECT_BYTES
+from lightning_ring.comm.late_calls import LateCalls
 from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.comm.transport import PointToPoint, Request, Transport
 from lightning_ring.comm.waiting import WaitPolicy, nothing
@@ -113,8 +114,9 @@ class RingCommunicator(Communicator):
     With several channels several are on the wire at a time: while one waits for messages, the
     others fill it. For each, the ranks exchange a header (`calls`), so that diverged calls are an
     error on every rank. It leaves with the call, and arrives while earlier collectives are still
-    under way. After an error the communicator is broken: what is under way and every later call
-    raise that same error. So do those of the other communicators that share its ``policy``.
+    under way. With ``late_calls``, two ranks send short all-reduces without a header. After an
+    error the communicator is broken: what is under way and every later call raise that same error.
+    So do those of the other communicators that share its ``policy``.
 
     ``members`` are the ranks' numbers in the job, for errors. Without ``checked`` no headers are
     exchanged: for what is called by a communicator that has exchanged its own.
@@ -139,6 +141,7 @@ class RingCommunicator(Communicator):
         self._members = list(members) or list(range(transport.world_size))
         transport.while_waiting = self._while_waiting
         self._num_calls = 0
+        self.late_calls: LateCalls | None = None  # set on both ranks before the first call
         # of two threads that call, the one announced first also sends first
         self._starting = threading.Lock()
         self._closed = False
@@ -150,7 +153,10 @@ class RingCommunicator(Communicator):
         what = of_tensor("all_reduce", flat, name, op.value)
 
         if exchange.goes_directly(flat, self.world_size):
-            start = functools.partial(exchange.start_all_reduce_directly, flat, self.transport, op)
+
+            def start(tag: int) -> Started:
+                return exchange.start_all_reduce_directly(flat, self.transport, op, tag)
+
             return self._start(what, num_bytes=flat.nbytes, start=start)
 
         def run(channel: Channel) -> None:
@@ -227,15 +233,15 @@ class RingCommunicator(Communicator):
         run: Callable[[Channel], object] = nothing,
         num_bytes: int = 0,
         *,
-        start: Callable[[], Started] = lambda: ([], nothing),
+        start: Callable[[int], Started] | None = None,
         channel: Channel | None = None,
         alone: bool = False,
     ) -> Work:
         """Queue one collective; with one rank nothing is done, unless it does something ``alone``.
 
-        ``start`` sends and receives at once, in the order of the calls; ``run`` is called once the
-        ranks have agreed. ``num_bytes`` chooses a channel; collectives that must begin in the order
-        of the calls name theirs.
+        ``start`` sends and receives at once, in the order of the calls, with the tag that it gets;
+        ``run`` is called once the ranks have agreed. ``num_bytes`` chooses a channel; collectives
+        that must begin in the order of the calls name theirs.
         """
         if self.world_size == 1 and not alone:
             self._policy.raise_if_broken()
@@ -243,19 +249,36 @@ class RingCommunicator(Communicator):
         with self._starting:
             chosen = channel or self._channels.next(num_bytes)
             chosen.thread.check_open(what)
-            agree = self._under_way(self._announce(what)) if self._checked else nothing
-            finish = self._under_way(start)
+            self._num_calls += 1
+            call, late_calls = self._num_calls, self.late_calls
+            if late_calls is not None:
+                late_calls.begin(call, what)
+            steps: list[Callable[[], object]] = []
+            if start is not None and late_calls is not None:
+                # The tag is unique, so that the order does not matter: the thread sends. Here the
+                # caller would wait for Gloo's lock.
+                begin = functools.partial(start, late_calls.tag(call, what))
+                steps.append(lambda: self._under_way(begin)())
+            else:
+                if self._checked:
+                    steps.append(self._under_way(self._announce(what)))
+                if start is not None:
+                    steps.append(self._under_way(functools.partial(start, 0)))
 
             def agree_and_run() -> None:
-                agree()
-                finish()
+                for step in steps:
+                    step()
                 run(chosen)
+                if late_calls is not None:
+                    late_calls.end(call)
 
-            return chosen.thread.submit(what, agree_and_run)
+            work = chosen.thread.submit(what, agree_and_run)
+            if late_calls is not None:
+                work.late = functools.partial(late_calls.tell, call)
+            return work
 
     def _announce(self, what: str) -> Callable[[], Started]:
         """What tells the others what is called, and compares what they have told."""
-        self._num_calls += 1
         call = self._num_calls
         headers = torch.empty(self.world_size, HEADER_BYTES, dtype=torch.uint8)
         headers[self.rank] = header(what)

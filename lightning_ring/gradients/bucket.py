@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import compress, groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,16 +29,10 @@ _ALIGNMENT_BYTES = 64  # a cache line: vector kernels are fast on aligned views
 _SHARD_ELEMENTS = 32  # 64 bytes of a 16-bit type, in which a bucket may travel, and 128 of float32
 _MIB = 2**20
 
-Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 Named = Sequence[tuple[str, Parameter]]
 
 
-def torch_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class BucketMemory:
+class BucketMemory(NamedTuple):
     """A flat buffer, a view of it for each parameter's gradient, and the flags at its end."""
 
     flat: Tensor
@@ -66,6 +61,7 @@ class Bucket:
     on.
 
     Attributes:
+        num_flags: Elements at the end of ``flat`` that hold flags.
         gradients: ``flat`` without its flags.
         flags: The flags, as the last elements of ``flat``.
         wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called
@@ -82,28 +78,25 @@ class Bucket:
         self,
         names: Sequence[str],
         params: Sequence[Parameter],
-        empty: Empty = torch_empty,
+        empty: Callable[..., Tensor] = torch.empty,
         num_shards: int = 1,
     ) -> None:
         self.names = list(names)
         self.params = list(params)
         self.copies = False
         self._empty = empty
-        self._num_shards = num_shards
-        self._use(self._lay_out(self.params[0].dtype))
+        self._offsets, end = _offsets(params)
+        self.num_flags = len(params) + 1
+        unit = num_shards * _SHARD_ELEMENTS if num_shards > 1 else 1
+        self._numel = end + self.num_flags
+        self._numel += -self._numel % unit
+        self._use(self._lay_out(params[0].dtype))
         self.wire = self._layout
         self._lent: LentViews | None = LentViews(self.flat, self.views)
         self._kept: dict[int, Tensor] = {}  # gradients that averages are copied into
-        self.produced = [False] * len(self.params)
-        self.pending = 0
-        self.launched = False
+        self.begin()
         self.contributed = [False] * len(self.params)
         self.fillers = Fillers(self.flat.device)
-
-    @property
-    def num_flags(self) -> int:
-        """Elements at the end of ``flat`` that hold flags."""
-        return len(self.params) + 1
 
     def travel_as(self, dtype: torch.dtype) -> None:
         """Have `fill` write gradients into a second buffer, of ``dtype``, so that conversion needs
@@ -116,30 +109,21 @@ class Bucket:
 
     def _use(self, layout: BucketMemory) -> None:
         self._layout = layout
-        self.flat, self.views, self.used, self.stop = (
-            layout.flat,
-            layout.views,
-            layout.used,
-            layout.stop,
-        )
-        self.gradients, self.flags = self.flat.split(
-            [self.flat.numel() - self.num_flags, self.num_flags]
-        )
+        self.flat, self.views, self.used, self.stop = layout
+        sizes = [self._numel - self.num_flags, self.num_flags]
+        self.gradients, self.flags = self.flat.split(sizes)
 
     def _lay_out(self, dtype: torch.dtype) -> BucketMemory:
-        _, end = _offsets(self.params)
-        unit = self._num_shards * _SHARD_ELEMENTS if self._num_shards > 1 else 1
-        end += -(end + self.num_flags) % unit
-        return self._cut(self._empty(end + self.num_flags, dtype, self.params[0].device).zero_())
+        device = self.params[0].device
+        return self._cut(self._empty(self._numel, dtype=dtype, device=device).zero_())
 
     def _cut(self, flat: Tensor) -> BucketMemory:
-        offsets, _ = _offsets(self.params)
-        end = flat.numel() - self.num_flags
         views = [
             _view_like(flat, offset, param)
-            for offset, param in zip(offsets, self.params, strict=True)
+            for offset, param in zip(self._offsets, self.params, strict=True)
         ]
-        flags = flat[end:].real if flat.is_complex() else flat[end:]
+        flags = flat[-self.num_flags :]
+        flags = flags.real if flat.is_complex() else flags
         return BucketMemory(flat, views, flags[:-1], flags[-1:])
 
     def begin(self) -> bool:
@@ -215,17 +199,13 @@ class Bucket:
         """Note ``grads`` that other code holds, or all after a move: averages are copied into
         them.
         """
-        indices = [index for index in grads if self.copies or self.contributed[index]]
-        held = (
-            are_held([grads[index] for index in indices])
-            if not self.copies
-            else [True] * len(indices)
-        )
-        self._kept.update(
-            (index, grads[index]) for index, is_held in zip(indices, held, strict=True) if is_held
-        )
+        if not self.copies:
+            own = [index for index in grads if self.contributed[index]]
+            held = compress(own, are_held([grads[index] for index in own]))
+            grads = {index: grads[index] for index in held}
+        self._kept.update(grads)
 
-    def publish(self, read: Callable[[Tensor], Tensor] = lambda flags: flags) -> list[Parameter]:
+    def publish(self, read: Callable[[Tensor], Tensor]) -> list[Parameter]:
         """Set ``.grad`` of each used parameter to the reduced gradient, and return these
         parameters.
 
@@ -260,28 +240,22 @@ class Bucket:
         """Elements of ``flat``, as memory that other code may hold: a view, or where such code
         was found a copy.
         """
-        return (
-            self._lent.part(start, stop)
-            if self._lent is not None
-            else self.flat[start:stop].clone()
-        )
+        if self._lent is not None:
+            return self._lent.part(start, stop)
+        return self.flat[start:stop].clone()
 
     def _used_params(self, read: Callable[[Tensor], Tensor]) -> dict[int, Parameter]:
         """Those to get the reduced gradient, by index."""
-        others = [
-            param for param, own in zip(self.params, self.contributed, strict=True) if not own
-        ]
-        # it waits for the device: only if needed
-        used = (
-            read(self.used).tolist()
-            if any(param.requires_grad for param in others)
-            else [0] * len(self.params)
-        )
-        members = zip(self.params, self.contributed, used, strict=True)
+        own = self.contributed
+        others = zip(self.params, own, strict=True)
+        if any(param.requires_grad and not mine for param, mine in others):
+            used = read(self.used).tolist()  # it waits for the device: only if needed
+        else:
+            used = own
         return {
             index: param
-            for index, (param, own, flag) in enumerate(members)
-            if own or (flag > 0 and param.requires_grad)
+            for index, param in enumerate(self.params)
+            if own[index] or (used[index] > 0 and param.requires_grad)
         }
 
     @property
@@ -333,46 +307,31 @@ def same_memory(tensor: Tensor, view: Tensor) -> bool:
     )
 
 
-def plan_buckets(
-    named_params: Named,
-    bucket_cap_mb: float,
-    empty: Empty = torch_empty,
-    num_shards: int = 1,
-) -> list[Bucket]:
-    """Fill buckets with ``named_params`` in the given order (the reverse of use), one dtype and
-    device per bucket.
+def plan_buckets(named_params: Named, bucket_cap_mb: float) -> list[Named]:
+    """Cut ``named_params``, in the given order (the reverse of use), into the members of buckets:
+    one dtype and device per bucket.
 
     ``bucket_cap_mb`` is the size in MiB past which a bucket takes no further parameter
     (`number_by_size`); the first bucket of each dtype and device is smaller, so that the wire
-    starts early. ``empty`` allocates buffers, as `Communicator.empty`. ``num_shards``, the world
-    size, divides each buffer's length.
+    starts early.
     """
     position = {param: index for index, (_, param) in enumerate(named_params)}
     kinds = defaultdict[Any, list[tuple[str, Parameter]]](list)
     for name, param in named_params:
         kinds[param.dtype, param.device].append((name, param))
-    groups: dict[tuple[Any, int], list[tuple[str, Parameter]]] = {}
-    for kind, members in kinds.items():
+    groups: list[Named] = []
+    for members in kinds.values():
         sizes = [param.nbytes for _, param in members]
         numbers = number_by_size(sizes, bucket_cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
-        for number, member in zip(numbers, members, strict=True):
-            groups.setdefault((kind, number), []).append(member)
+        pairs = groupby(zip(numbers, members, strict=True), key=itemgetter(0))
+        groups += [[member for _, member in group] for _, group in pairs]
     # A bucket is complete with its last gradient, whose position decides the order.
-    in_order = sorted(groups.values(), key=lambda group: position[group[-1][1]])
-    return make_buckets(in_order, empty, num_shards)
-
-
-def make_buckets(groups: Sequence[Named], empty: Empty, num_shards: int) -> list[Bucket]:
-    """One bucket for each of ``groups``."""
-    return [
-        Bucket([name for name, _ in group], [param for _, param in group], empty, num_shards)
-        for group in groups
-    ]
+    return sorted(groups, key=lambda group: position[group[-1][1]])
 
 
 def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:
     """Aligned start of each parameter, and end of the last, in elements."""
-    step = max(1, _ALIGNMENT_BYTES // params[0].element_size())
+    step = _ALIGNMENT_BYTES // params[0].element_size()
     offsets, end = [], 0
     for param in params:
         offsets.append(end)

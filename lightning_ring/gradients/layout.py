@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.gradients.bucket import Bucket, Named, make_buckets, plan_buckets
+from lightning_ring.gradients.bucket import Bucket, Named, plan_buckets
 
 
 class BucketLayout:
@@ -32,7 +32,7 @@ class BucketLayout:
         comm: Communicator,
         cap_mb: float,
         on_new_bucket: Callable[[Bucket], None],
-        on_replace: Callable[[], None] = lambda: None,
+        on_replace: Callable[[], None],
     ) -> None:
         self.settled = False
         self.buckets: list[Bucket] = []
@@ -46,7 +46,7 @@ class BucketLayout:
 
     def add(self, params: Named) -> None:
         """Put ``params`` into new buckets, in their order."""
-        self._use(self._plan(params))
+        self._use(plan_buckets(params, self._cap_mb))
 
     def note(self, name: str) -> None:
         """The gradient of ``name`` is complete."""
@@ -60,13 +60,20 @@ class BucketLayout:
         """
         if self._order is None or not num_finished:
             return False
-        order, self._order = self._order, None
-        return self._sort(self._comm.broadcast_object(order, name="order of gradients"))
+        names, self._order = self._order, None
+        order = self._comm.broadcast_object(names, name="order of gradients")
+        position = {name: index for index, name in enumerate(order)}
+        before = self._members()
+        after = sorted(before, key=lambda pair: position.get(pair[0], len(position)))
+        if after == before:
+            return False
+        self._replace(plan_buckets(after, self._cap_mb))
+        return True
 
     @property
     def names(self) -> list[list[str]]:
         """Parameter names by bucket, in the order of sending."""
-        return [list(bucket.names) for bucket in self.buckets]
+        return [bucket.names for bucket in self.buckets]
 
     def restore(self, names: Sequence[Sequence[str]]) -> None:
         """Before the first backward, rebuild the buckets of an earlier training.
@@ -80,36 +87,24 @@ class BucketLayout:
         groups = [[(name, members[name]) for name in group] for group in names]
         self._order = None
         if self.names != [list(group) for group in names]:
-            self._replace(lambda: make_buckets(groups, self._comm.empty, self._comm.world_size))
+            self._replace(groups)
 
     def settle(self) -> None:
         """Keep the current buckets for good."""
         self._order, self.settled = None, True
 
-    def _sort(self, order: Sequence[str]) -> bool:
-        position = {name: index for index, name in enumerate(order)}
-        before = self._members()
-        after = sorted(before, key=lambda pair: position.get(pair[0], len(position)))
-        if [name for name, _ in after] == [name for name, _ in before]:
-            return False
-        self._replace(lambda: self._plan(after))
-        return True
-
-    def _plan(self, params: Named) -> list[Bucket]:
-        return plan_buckets(
-            params, self._cap_mb, empty=self._comm.empty, num_shards=self._comm.world_size
-        )
-
-    def _replace(self, build: Callable[[], Sequence[Bucket]]) -> None:
+    def _replace(self, groups: Sequence[Named]) -> None:
         self.buckets, self.slots = [], {}
         self._on_replace()
-        self._use(build())
+        self._use(groups)
 
-    def _use(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets += buckets
-        for bucket in buckets:
+    def _use(self, groups: Sequence[Named]) -> None:
+        for group in groups:
+            names, params = zip(*group, strict=True)
+            bucket = Bucket(names, params, self._comm.empty, self._comm.world_size)
+            self.buckets.append(bucket)
             self._on_new_bucket(bucket)
-            for index, param in enumerate(bucket.params):
+            for index, param in enumerate(params):
                 self.slots[param] = bucket, index
 
     def _members(self) -> list[tuple[str, Parameter]]:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_ring.horovod.context import ProcessSet, global_process_set
+from lightning_ring.horovod.execution import OPS
 from lightning_ring.horovod.negotiation import Negotiation
 from lightning_ring.horovod.pending import UNNAMED
 from lightning_ring.horovod.requests import Meta, Submission
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
-_REDUCTIONS = (Average, Sum, Min, Max, Product)
-
 
 # by handle: what was submitted, where, and whether it has a list of results
 _calls: dict[int, tuple[Submission, Negotiation, bool]] = {}
@@ -61,56 +60,64 @@ def reduction(average: bool | None, op: str | None) -> str:
             "op=Adasum is not supported, expected Average or Sum. For large batches use LARS or "
             "LAMB of lightning_ring.optim with a warm-up."
         )
-    if chosen not in _REDUCTIONS:
-        raise ValueError(f"op={chosen!r} is unknown, expected one of {', '.join(_REDUCTIONS)}.")
+    if chosen not in OPS:
+        raise ValueError(f"op={chosen!r} is unknown, expected one of {', '.join(OPS)}.")
     return chosen
+
+
+def group_of(tensors: Any) -> Sequence[Tensor]:
+    """``tensors`` itself, if it is a list or a tuple; else a group of one."""
+    return tensors if isinstance(tensors, (list, tuple)) else [tensors]
 
 
 def start(
     kind: str,
-    tensors: Sequence[Tensor],
+    tensors: Tensor | Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
     *,
     in_place: bool = False,
-    grouped: bool = False,
     op: str = "",
     prescale: float = 1.0,
     postscale: float = 1.0,
     root: int = 0,
-    splits: tuple[int, ...] = (),
+    splits: Tensor | Sequence[int] | None = None,
 ) -> int:
-    """Submit one collective. A ``grouped`` one has a list of results; its tensors run together."""
-    if not tensors:
+    """Submit one collective. That of a list has a list of results; its tensors run together."""
+    group = group_of(tensors)
+    if not group:
         raise ValueError(f"a grouped {kind} got no tensors.")
     negotiation = process_set.negotiation
-    if name is None:
-        name = f"{UNNAMED}{next(negotiation.unnamed[kind])}"
-    name = f"{kind}.{name}"
-    for tensor in tensors:
-        _check(tensor, name, op, in_place=in_place)
+    label = kind if name is None else f"{kind}.{name}"
+    for tensor in group:
+        _check(kind, tensor, label, op, in_place=in_place)
+    first = group[0]
     meta = Meta(
         kind,
-        tuple([tensor.shape for tensor in tensors]),
-        tuple([tensor.dtype for tensor in tensors]),
+        tuple([tensor.shape for tensor in group]),
+        tuple([tensor.dtype for tensor in group]),
         op,
         float(prescale),
         float(postscale),
         root,
-        splits,
-        "cpu" if tensors[0].is_cpu else tensors[0].device.type,
+        _rows(len(first), splits, process_set.size()) if kind == "alltoall" else (),
+        "cpu" if first.is_cpu else first.device.type,
     )
-    request = Submission(name, meta, tensors, in_place, result=[None] * len(tensors))
+    if name is None:  # only now: a call that was refused takes no number
+        label += f".{UNNAMED}{next(negotiation.unnamed[kind])}"
+    request = Submission(label, meta, group, in_place, result=[None] * len(group))
     negotiation.submit(request)
     handle = next(_handles)
-    _calls[handle] = request, negotiation, grouped
+    _calls[handle] = request, negotiation, group is tensors
     return handle
 
 
-def _check(tensor: Tensor, name: str, op: str, *, in_place: bool) -> None:
+def _check(kind: str, tensor: Tensor, name: str, op: str, *, in_place: bool) -> None:
     """Refuse what has no values that another thread can read, or write."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: found {type(tensor)!r}, expected a torch.Tensor.")
+    if kind in ("alltoall", "reducescatter") and not tensor.dim():
+        raise ValueError(f"{name}: found a tensor without dimensions, expected rows to send.")
     if tensor.is_meta:
         raise ValueError(
             f"{name}: found a tensor without values (device='meta'), expected one with values."
@@ -137,6 +144,24 @@ def _check(tensor: Tensor, name: str, op: str, *, in_place: bool) -> None:
             )
     if not tensor.is_cpu and is_gpu(tensor.device):
         gpu_module(tensor.device).current_stream(tensor.device).synchronize()
+
+
+def _rows(num_rows: int, splits: Tensor | Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
+    """How many of an alltoall's rows go to each rank."""
+    if splits is None and num_rows % num_ranks:
+        raise ValueError(
+            f"alltoall got {num_rows} rows and no splits; {num_rows} is not a multiple of "
+            f"{num_ranks} ranks."
+        )
+    if isinstance(splits, Tensor) and splits.dtype != torch.int32:
+        raise ValueError(f"alltoall got splits of {splits.dtype}, expected torch.int32.")
+    numbers = (num_rows // num_ranks,) * num_ranks if splits is None else tuple(map(int, splits))
+    if len(numbers) != num_ranks or min(numbers) < 0 or sum(numbers) > num_rows:
+        raise ValueError(
+            f"alltoall got splits {list(numbers)} for {num_rows} rows and {num_ranks} ranks, "
+            f"expected {num_ranks} numbers of rows whose sum is at most {num_rows}."
+        )
+    return numbers
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

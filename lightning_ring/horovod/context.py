@@ -5,9 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,16 +19,18 @@ from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.elastic.member import Member
 from lightning_ring.horovod.negotiation import Negotiation
 from lightning_ring.horovod.timeline import Timeline
-from lightning_ring.horovod.variables import cpu_backend, within_start_timeout
+from lightning_ring.horovod.variables import (
+    STALL_WARNING,
+    TIMEOUT,
+    cpu_backend,
+    within_start_timeout,
+)
 from lightning_ring.horovod.views import Views
 from lightning_ring.host.accelerator import gpu_module
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
-from lightning_ring.job.ranks import RankInfo, discover_ranks
-
-TIMEOUT = timedelta(hours=12)  # Horovod waits for ever; a rank that died ends the wait at once
-STALL_WARNING = timedelta(seconds=60)
+from lightning_ring.job.ranks import discover_ranks
 
 
 class ProcessSet:
@@ -41,7 +42,8 @@ class ProcessSet:
         self.ranks = sorted(set(ranks))
         self.process_set_id: int | None = None
         self._negotiation: Negotiation | None = None
-        self.gradients: Communicator | None = None  # for the buckets of `DistributedOptimizer`
+        # for the buckets of `DistributedOptimizer`, by type of device; a GPU's when one needs it
+        self.gradients: dict[str, Communicator] = {}
 
     def size(self) -> int:
         return len(self.ranks)
@@ -57,40 +59,33 @@ class ProcessSet:
     def negotiation(self) -> Negotiation:
         context()
         if self._negotiation is None:
-            added = "does not contain this rank" if self.process_set_id else "is not there"
-            raise ValueError(
-                f"the process set of ranks {self.ranks} {added}, so rank {rank()} cannot use it."
-            )
+            problem = "does not contain this rank."
+            if self.process_set_id is None:
+                problem = (
+                    "is not there. Add it first, with hvd.add_process_set; it ends when the ranks "
+                    "of an elastic job change."
+                )
+            raise ValueError(f"the process set of ranks {self.ranks} {problem}")
         return self._negotiation
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-class Attachment(Protocol):
-    """What is attached to the ranks of a generation, and to those of the next one."""
-
-    def attach(self) -> None:
-        """Reduce gradients over the ranks that there are now."""
-
-    def detach(self) -> None:
-        """Take that back. The ranks may be gone."""
-
-
 class _Context:
     def __init__(self, job: Job) -> None:
-        self.info: RankInfo = job.info
+        self.info = job.info
         self.job = job
         self.sets: dict[int, ProcessSet] = {}
-        # for buckets, opened by the first optimizer that needs it
-        self.on_gpu: Communicator | None = None
         self.num_sets = 0
         self.keeps_freed_memory = False
 
 
+_CPU = torch.device("cpu")
 global_process_set = ProcessSet([])
-# of each `DistributedOptimizer`, in the order in which they were made
-attachments: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()
+# what each `DistributedOptimizer` attaches to the ranks of a generation, and detaches when they may
+# be gone, in the order in which they were made
+attachments: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 _context: _Context | None = None
 # where a steward started the ranks (`ringrun --min-ranks`); until the process ends
 _views: Views | None = None
@@ -117,9 +112,10 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
         comm: Not taken: the ranks are those that the launcher started. Use ``process_sets``.
         process_sets: Added at once, as by `add_process_set`.
     """
+    global _views
     if _context is not None:
-        negotiations = [one._negotiation for one in _context.sets.values()]
-        if not any(one is not None and one.ended for one in negotiations):
+        sets = _context.sets.values()
+        if not any(one._negotiation and one._negotiation.ended for one in sets):
             return
         shutdown()  # as some other rank did
     if comm is not None:
@@ -128,12 +124,11 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
         )
     with within_start_timeout():
         if Member.is_wanted():
-            _open_view()
+            _views = _views or Views()
+            _views.open(_begin, _leave)
         else:
-            job = connect(discover_ranks(), torch.device("cpu"), TIMEOUT)
-            negotiated = _open(job)
-            job.communicator = None  # the next one would close it
-            _begin(job, negotiated, _open(job))
+            job = connect(discover_ranks(), _CPU, TIMEOUT)
+            _begin(job, _open(job))
     # here: before the job says goodbye, whose handler was registered before
     atexit.register(shutdown)
     for process_set in process_sets or ():
@@ -144,19 +139,13 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
         )
 
 
-def _begin(job: Job, negotiated: Communicator, gradients: Communicator) -> None:
+def _begin(job: Job, negotiated: Communicator) -> None:
     global _context
+    gradients = _open(job)
     _context = _Context(job)
     global_process_set.ranks = list(range(job.info.world_size))
     assert job.policy is not None
-    _enter(global_process_set, negotiated, gradients, job.policy)
-
-
-def _open_view() -> None:
-    global _views
-    if _views is None:
-        _views = Views(TIMEOUT, STALL_WARNING)
-    _views.open(_begin, _leave)
+    _enter(global_process_set, [negotiated, gradients], job.policy)
 
 
 def reset() -> None:
@@ -175,9 +164,9 @@ def reset() -> None:
     stop_timeline()
     _leave()
     _views.close(broken=True)
-    _open_view()
-    for attachment in list(attachments.values()):
-        attachment.attach()
+    _views.open(_begin, _leave)
+    for optimizer, attachment in list(attachments.items()):
+        attachment.attach(optimizer)
 
 
 def _leave(*, broken: bool = True) -> None:
@@ -186,13 +175,11 @@ def _leave(*, broken: bool = True) -> None:
     left, _context = _context, None
     if left is None:
         return
-    for comm in (left.on_gpu, *(one.gradients for one in left.sets.values())):
-        if comm is not None and broken:
+    for one in left.sets.values() if broken else ():
+        for comm in one.gradients.values():
             comm.abandon()
     for process_set in reversed(left.sets.values()):
         _close(process_set)
-    if left.on_gpu is not None:
-        left.on_gpu.close()
     if left.keeps_freed_memory:
         return_freed_memory()
 
@@ -206,54 +193,46 @@ def newcomers_wait() -> bool | None:
     """Whether ranks wait to take part, as far as this one knows; `None` in a job that takes no
     others.
     """
-    return None if _views is None else _views.newcomers_wait
+    return None if _views is None else _views.member.newcomers_wait
 
 
-def _open(job: Job) -> Communicator:
-    return open_communicator(
-        job, cpu_backend(), torch.device("cpu"), TIMEOUT, stall_warning=STALL_WARNING
-    )
+def _open(job: Job, device: torch.device = _CPU) -> Communicator:
+    backend = cpu_backend() if device.type == "cpu" else "auto"
+    opened = open_communicator(job, backend, device, TIMEOUT, STALL_WARNING)
+    job.communicator = None  # the next one would close it; `_leave` does
+    return opened
 
 
-def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Communicator | None:
-    """What carries buckets of ``device``; `None` on a rank outside of the set. Collective the
-    first time on a GPU.
-    """
-    found = context()
-    if device.type == "cpu" or process_set.gradients is None:
-        if process_set.gradients is not None and process_set.gradients.world_size > 1:
-            # as under `RingStrategy`
-            found.keeps_freed_memory = found.keeps_freed_memory or keep_freed_memory()
-        return process_set.gradients
-    if process_set is not global_process_set:
+def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Communicator:
+    """What carries buckets of ``device``. Collective the first time on a GPU."""
+    found, kind = context(), device.type
+    if kind == "cpu":
+        # as under `RingStrategy`
+        found.keeps_freed_memory = found.keeps_freed_memory or keep_freed_memory()
+    elif process_set is not global_process_set:
         raise ValueError(
             "DistributedOptimizer got a process_set and parameters on a GPU; that "
             "works on CPUs only."
         )
-    if found.on_gpu is None:
-        found.job.communicator = None  # the new one would close it; `shutdown` does
+    elif kind not in process_set.gradients:
         gpu_module(device).set_device(device)
-        found.on_gpu = open_communicator(
-            found.job, "auto", device, TIMEOUT, stall_warning=STALL_WARNING
-        )
+        process_set.gradients[kind] = _open(found.job, device)
         assert found.job.policy is not None
         process_set.negotiation.policies.append(found.job.policy)
-    return found.on_gpu
+    return process_set.gradients[kind]
 
 
 def _enter(
-    process_set: ProcessSet,
-    comm: Communicator | None,
-    gradients: Communicator | None,
-    policy: WaitPolicy,
+    process_set: ProcessSet, communicators: Sequence[Communicator], policy: WaitPolicy
 ) -> None:
+    """``communicators``: for the negotiation and for gradients; none outside of the set."""
     found = context()
     process_set.process_set_id = found.num_sets
     found.sets[found.num_sets] = process_set
     found.num_sets += 1
-    process_set.gradients = gradients
-    if comm is not None:
-        process_set._negotiation = Negotiation(comm, process_set.ranks, policy)
+    if communicators:
+        negotiated, process_set.gradients["cpu"] = communicators
+        process_set._negotiation = Negotiation(negotiated, process_set.ranks, policy)
 
 
 def shutdown() -> None:
@@ -279,9 +258,10 @@ def shutdown() -> None:
 def _close(process_set: ProcessSet) -> None:
     if process_set._negotiation is not None:
         process_set._negotiation.close()
-    if process_set.gradients is not None:
-        process_set.gradients.close()
-    process_set._negotiation = process_set.process_set_id = process_set.gradients = None
+    for comm in process_set.gradients.values():
+        comm.close()
+    process_set.gradients.clear()
+    process_set._negotiation = process_set.process_set_id = None
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -293,9 +273,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     found = context()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    assert global_process_set.gradients is not None
     global_process_set.negotiation.meet("add_process_set")
-    asked: list[list[int]] = global_process_set.gradients.all_gather_object(
+    asked: list[list[int]] = global_process_set.gradients["cpu"].all_gather_object(
         added.ranks, name="process sets"
     )
     if any(ranks != asked[0] for ranks in asked):
@@ -315,10 +294,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     groups: list[Any] = [
         dist.new_group(added.ranks, timeout=TIMEOUT, backend="gloo") for _ in range(2)
     ]
-    comm, gradients = (
-        GlooCommunicator(group, policy) if added.included() else None for group in groups
-    )
-    _enter(added, comm, gradients, policy)
+    own = [GlooCommunicator(group, policy) for group in groups if added.included()]
+    _enter(added, own, policy)
     return added
 
 
@@ -346,7 +323,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """Write the trace. Without one under way nothing happens."""
-    if _context is None or global_process_set._negotiation is None:
+    if _context is None:
         return
     negotiation = global_process_set.negotiation
     timeline, negotiation.timeline = negotiation.timeline, None

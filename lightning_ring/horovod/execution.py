@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -15,10 +16,10 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.horovod.requests import Meta, Metas, Submission
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
-FUSION_BYTES = 64 * 2**20  # of one collective
+FUSION_BYTES = 63 * 2**20  # of one collective, which may be longer by `FUSED_BYTES`
 # a tensor up to this is copied beside others; a longer one costs less where it is
 FUSED_BYTES = 2**20
-_OPS = {
+OPS = {
     "Average": ReduceOp.AVG,
     "Sum": ReduceOp.SUM,
     "Min": ReduceOp.MIN,
@@ -26,45 +27,32 @@ _OPS = {
     "Product": ReduceOp.PRODUCT,
 }
 
-
-class Agreed(NamedTuple):
-    """A collective that all ranks have submitted. A rank that has joined is not in ``metas``."""
-
-    name: str
-    metas: Metas
-
-    @property
-    def meta(self) -> Meta:
-        return self.metas[min(self.metas)]
+# collectives that all ranks have submitted, by name; a rank that has joined has no meta
+Agreed = Mapping[str, Metas]
+Requests = Mapping[str, Submission]  # this rank's, by name; a rank that has joined may have none
+Run = Callable[[Requests], None]
 
 
 class RoundPart(NamedTuple):
     """One tensor of a collective."""
 
-    one: Agreed
+    name: str
     position: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.one.meta.shapes[self.position]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.one.meta.dtypes[self.position]
+    metas: Metas
+    meta: Meta
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Requests = Mapping[str, Submission]  # this rank's, by name; a rank that has joined may have none
-
-
 class RoundPlan(NamedTuple):
     """Collectives, and the steps that run them: the names that each works on, and a function."""
 
-    agreed: Sequence[Agreed]
-    steps: Sequence[tuple[list[str], Callable[[Requests], None]]]
+    agreed: Agreed
+    steps: Sequence[tuple[set[str], Run]]
 
 
 class Planner:
@@ -74,89 +62,77 @@ class Planner:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # for fused tensors
+        # for fused tensors of one step, which runs to its end before the next one begins
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def plan(self, agreed: Sequence[Agreed]) -> RoundPlan:
-        steps = []
-        for batch in batches(agreed):
-            names = dict.fromkeys(part.one.name for part in batch)
-            steps.append((list(names), self._runner(batch)))
+    def plan(self, agreed: Agreed) -> RoundPlan:
+        steps = [({part.name for part in batch}, self._run(batch)) for batch in batches(agreed)]
         return RoundPlan(agreed, steps)
 
-    def _runner(self, batch: Sequence[RoundPart]) -> Callable[[Requests], None]:
-        if len(batch) > 1:
-            memory = self._memory(sum(part.num_bytes for part in batch))
-            return FusedAllreduce(batch, memory, self._comm).run
-        return functools.partial(_RUN[batch[0].one.meta.kind], batch[0], self._comm)
-
-    def _memory(self, num_bytes: int) -> Tensor:
-        """Memory of the fused tensors of one step, which runs to its end before the next one
-        begins.
-        """
+    def _run(self, batch: Sequence[RoundPart]) -> Run:
+        if len(batch) == 1:
+            return functools.partial(_RUN[batch[0].meta.kind], batch[0], self._comm)
+        num_bytes = sum(part.num_bytes for part in batch)
         if num_bytes > self._buffer.numel():
             rounded = 2 ** max(20, (num_bytes - 1).bit_length())
             self._buffer = self._comm.empty(rounded, torch.uint8, torch.device("cpu"))
-        return self._buffer[:num_bytes]
+        return _fused_allreduce(batch, self._buffer[:num_bytes], self._comm)
 
 
-def batches(agreed: Sequence[Agreed]) -> list[list[RoundPart]]:
+def batches(agreed: Agreed) -> list[list[RoundPart]]:
     """Tensors that travel together: in short all-reduces of one dtype and operation, wherever they
     stand.
     """
-    found = []
-    filling: dict[tuple[object, ...], tuple[list[RoundPart] | None, int]] = {}
-    for one in agreed:
-        meta = one.meta
-        for part in [RoundPart(one, index) for index in range(len(meta.shapes))]:
-            if meta.kind != "allreduce" or part.num_bytes > FUSED_BYTES:
-                found.append([part])
-                continue
-            key = part.dtype, meta.op, meta.prescale, meta.postscale, meta.device
-            batch, before = filling.get(key, (None, 0))
-            if batch is None or before + part.num_bytes > FUSION_BYTES:
-                batch, before = [], 0
-                found.append(batch)
-            batch.append(part)
-            filling[key] = batch, before + part.num_bytes
-    return found
+    found: defaultdict[object, list[RoundPart]] = defaultdict(list)
+    num_bytes: Counter[object] = Counter()
+    for name, metas in agreed.items():
+        meta = metas[min(metas)]
+        for position, (shape, dtype) in enumerate(zip(meta.shapes, meta.dtypes, strict=True)):
+            part = RoundPart(name, position, metas, meta, shape, dtype)
+            key: object = name, position
+            if meta.kind == "allreduce" and part.num_bytes <= FUSED_BYTES:
+                kind = dtype, meta.op, meta.prescale, meta.postscale, meta.device
+                num_bytes[kind] += part.num_bytes
+                key = kind, num_bytes[kind] // FUSION_BYTES
+            found[key].append(part)
+    return list(found.values())
 
 
-class FusedAllreduce:
+def _fused_allreduce(batch: Sequence[RoundPart], memory: Tensor, comm: Communicator) -> Run:
     """All-reduces in one flat buffer. It is made once, and runs at every step."""
+    meta = batch[0].meta
+    keys = [(part.name, part.position) for part in batch]
+    flat = memory.view(batch[0].dtype)
+    split = flat.split([math.prod(part.shape) for part in batch])
+    views = [piece.view(part.shape) for piece, part in zip(split, batch, strict=True)]
 
-    def __init__(self, batch: Sequence[RoundPart], memory: Tensor, comm: Communicator) -> None:
-        self._meta = batch[0].one.meta
-        self._keys = [(part.one.name, part.position) for part in batch]
-        self._comm = comm
-        self._flat = memory.view(batch[0].dtype)
-        pieces = self._flat.split([math.prod(part.shape) for part in batch])
-        self._pieces = [piece.view(part.shape) for piece, part in zip(pieces, batch, strict=True)]
-
-    def run(self, requests: Requests) -> None:
-        own = [(requests[name], index) for name, index in self._keys if name in requests]
-        pieces = self._pieces
-        if len(own) < len(pieces):
-            self._flat.zero_()  # this rank has joined
-            keys = zip(pieces, self._keys, strict=True)
-            pieces = [piece for piece, (name, _) in keys if name in requests]
+    def run(requests: Requests) -> None:
+        own, pieces = [(requests[name], index) for name, index in keys if name in requests], views
+        if len(own) < len(views):
+            flat.zero_()  # this rank has joined
+            pieces = [view for view, (name, _) in zip(views, keys, strict=True) if name in requests]
         if own:
             _copy(pieces, [request.tensors[index] for request, index in own])
-        _reduce(self._flat, self._meta, self._comm)
+        _reduce(flat, meta, comm)
         _deliver(own, pieces)
+
+    return run
 
 
 def _allreduce(part: RoundPart, comm: Communicator, requests: Requests) -> None:
-    request, index, meta = requests.get(part.one.name), part.position, part.one.meta
+    request, index = requests.get(part.name), part.position
     if request is None:
-        _reduce(torch.zeros(math.prod(part.shape), dtype=part.dtype), meta, comm)
+        _reduce(torch.zeros(math.prod(part.shape), dtype=part.dtype), part.meta, comm)
         return
     tensor = request.tensors[index]
-    if request.in_place and _is_plain(tensor):
-        _reduce(tensor.detach().view(-1), meta, comm)
+    # a communicator can work in this memory
+    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_inference()
+    if request.in_place and plain:
+        _reduce(tensor.detach().view(-1), part.meta, comm)
         request.result[index] = tensor
         return
     result = _copied(tensor)
-    _reduce(result.view(-1), meta, comm)
+    _reduce(result.view(-1), part.meta, comm)
     _hand_over(request, index, result)
 
 
@@ -164,7 +140,7 @@ def _reduce(flat: Tensor, meta: Meta, comm: Communicator) -> None:
     """Reduce 1-D ``flat`` in place."""
     _scale(flat, meta.prescale)
     if flat.numel() and comm.world_size > 1:
-        comm.all_reduce_(flat, op=_OPS[meta.op], name="allreduce").wait()
+        comm.all_reduce_(flat, op=OPS[meta.op], name="allreduce").wait()
     _scale(flat, meta.postscale)
 
 
@@ -173,11 +149,6 @@ def _scale(flat: Tensor, factor: float) -> None:
     if factor != 1.0:
         wide = torch.float64 if not flat.is_floating_point() else torch.float32
         flat.copy_(flat.to(torch.promote_types(flat.dtype, wide)) * factor)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a communicator can work in this memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_inference()
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -217,40 +188,38 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def _allgather(part: RoundPart, comm: Communicator, requests: Requests) -> None:
-    request, index = requests[part.one.name], part.position
-    rows = [part.one.metas[rank].shapes[index][0] for rank in range(comm.world_size)]
+    request, index = requests[part.name], part.position
+    rows = [part.metas[rank].shapes[index][0] for rank in range(comm.world_size)]
     padded = torch.zeros((max(rows), *part.shape[1:]), dtype=part.dtype)
     padded[: rows[comm.rank]] = request.tensors[index].detach()
-    everyones = [padded] * comm.world_size
-    if padded.numel():
-        everyones = comm.all_gather(padded, name="allgather")
+    everyones = comm.all_gather(padded, name="allgather")
     gathered = [one[:count] for one, count in zip(everyones, rows, strict=True)]
     _hand_over(request, index, torch.cat(gathered))
 
 
 def _broadcast(part: RoundPart, comm: Communicator, requests: Requests) -> None:
-    request = requests[part.one.name]
-    buffer = _copied(request.tensors[0])
-    if buffer.numel():
-        comm.broadcast_(buffer, src=part.one.meta.root, name="broadcast").wait()
-    _hand_over(request, 0, buffer)
+    request, index = requests[part.name], part.position
+    buffer = _copied(request.tensors[index])
+    comm.broadcast_(buffer, src=part.meta.root, name="broadcast").wait()
+    _hand_over(request, index, buffer)
 
 
 def _alltoall(part: RoundPart, comm: Communicator, requests: Requests) -> None:
-    request = requests[part.one.name]
-    splits = list(request.meta.splits)
+    request = requests[part.name]
+    splits = request.meta.splits
     mine = _copied(request.tensors[0])
-    received = [part.one.metas[rank].splits[comm.rank] for rank in range(comm.world_size)]
-    outputs = [mine.new_empty((count, *part.shape[1:])) for count in received]
-    comm.all_to_all(list(mine[: sum(splits)].split(splits)), outputs, name="alltoall").wait()
-    _hand_over(request, 0, torch.cat(outputs))
+    received = [part.metas[rank].splits[comm.rank] for rank in range(comm.world_size)]
+    found = mine.new_empty((sum(received), *part.shape[1:]))
+    inputs, outputs = mine[: sum(splits)].split(splits), found.split(received)
+    comm.all_to_all(inputs, outputs, name="alltoall").wait()
+    _hand_over(request, 0, found)
     request.result[0] = request.result[0], torch.tensor(received, dtype=torch.int32)
 
 
 def _reducescatter(part: RoundPart, comm: Communicator, requests: Requests) -> None:
-    request, index = requests[part.one.name], part.position
+    request, index = requests[part.name], part.position
     whole = _copied(request.tensors[index])
-    _reduce(whole.view(-1), part.one.meta, comm)
+    _reduce(whole.view(-1), part.meta, comm)
     _hand_over(request, index, whole.tensor_split(comm.world_size)[comm.rank].clone())
 
 

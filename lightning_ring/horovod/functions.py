@@ -62,12 +62,12 @@ def broadcast_parameters(
     """
     given = params.items() if isinstance(params, Mapping) else params
     named = [
-        pair if isinstance(pair, tuple) else (f"parameter.{i:06}", pair)
-        for i, pair in enumerate(given)
+        pair if isinstance(pair, tuple) else (f"parameter.{index}", pair)
+        for index, pair in enumerate(given)
     ]
     handles = [
         broadcast_async_(value.detach(), root_rank, name, process_set)
-        for name, value in sorted(named, key=lambda pair: pair[0])
+        for name, value in named
         if isinstance(value, Tensor)
     ]
     for handle in handles:

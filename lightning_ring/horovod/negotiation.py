@@ -20,15 +20,15 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import count
-from typing import Protocol
+from itertools import compress, count
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from lightning_ring.comm.collective_queue import Alarm
 from lightning_ring.comm.communicator import Communicator, ReduceOp
-from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, ranks_text
+from lightning_ring.comm.waiting import WaitPolicy, ranks_text
 from lightning_ring.errors import HorovodInternalError, RingError
 from lightning_ring.horovod.execution import Agreed, Planner, RoundPlan
 from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pending
@@ -50,15 +50,6 @@ _AGAIN = ", without a step since the last time"
 log = logging.getLogger("lightning_ring")
 
 
-class Gradients(Protocol):
-    """The gradients of one optimizer, which travel outside of the negotiation."""
-
-    def send_zeros(self, *, again: bool) -> None:
-        """Take part where the ranks that have not joined reduce theirs; ``again``: without a
-        step in between.
-        """
-
-
 class Negotiation:
     """Of the ranks of one process set, over ``comm``, which belongs to it. ``ranks`` are their
     numbers in the job.
@@ -73,8 +64,8 @@ class Negotiation:
         self.ranks = ranks
         self.policies = [policy]  # of the communicators that carry gradients
         self.num_optimizers = 0  # so far
-        # by the name of the announcement
-        self.gradients: WeakValueDictionary[str, Gradients] = WeakValueDictionary()
+        # by the name of the announcement, what reduces the gradients of one optimizer
+        self.gradients: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._announced: Submission | None = None  # the last announcement
         self._owed: deque[str] = deque()  # announcements of other ranks since this one joined
         self.timeline: Timeline | None = None  # set by `start_timeline`
@@ -82,7 +73,7 @@ class Negotiation:
         self.unnamed: defaultdict[str, count[int]] = defaultdict(count)
         self._pending = Pending(comm.rank)
         self._leaving = False
-        self._ended: str | None = None
+        self.ended: str | None = None  # why nothing can be submitted any more
         self._cause: BaseException | None = None
         # -- of the cycles, whose lock is held by the thread that runs one
         self._moving = threading.Lock()
@@ -110,13 +101,11 @@ class Negotiation:
             ValueError: A request of that name is not done yet.
             HorovodInternalError: The job is over.
         """
-        if self._ended is not None or self._leaving:
-            raise HorovodInternalError(
-                self._ended or _SHUTDOWN.format("this rank")
-            ) from self._cause
+        if self.ended is not None or self._leaving:
+            raise HorovodInternalError(self.ended or _SHUTDOWN.format("this rank")) from self._cause
         self._pending.add(request)
-        if self._ended is not None:  # meanwhile
-            self._pending.finish_all(self._ended, self._cause)
+        if self.ended is not None:  # meanwhile
+            self._end(self.ended, self._cause)
         if not self._alarm_is_set:
             self._wake_thread()
 
@@ -130,7 +119,9 @@ class Negotiation:
         request.outcome()
 
     def announce(self, name: str, *, again: bool) -> None:
-        """Tell the others that this rank reduces the gradients of ``name``: see `Gradients`."""
+        """Tell the others that this rank reduces the gradients of ``name``, ``again`` without a
+        step in between. Ranks that have joined then send zeros.
+        """
         if self._announced is not None and not self._announced.done:
             self.wait(self._announced)  # ranks that have joined take part in one order
         request = Submission(name + _AGAIN * again, Meta(GRADIENTS))
@@ -170,22 +161,14 @@ class Negotiation:
         try:
             while not (request.done or (or_owed and self._owed)):
                 self._rest()
-                if self._moving.acquire(timeout=CHECK_SECONDS):
-                    try:
-                        # a cycle too many would deadlock: ranks may wait for this thread's buckets
-                        if not (request.done or (or_owed and self._owed)):
-                            self._cycle()
-                    finally:
-                        self._moving.release()
+                with self._moving:
+                    # a cycle too many would deadlock: ranks may wait for this thread's buckets
+                    if not (request.done or (or_owed and self._owed)):
+                        self._cycle()
         finally:
             self._waiters.pop()
             if self._pending.requests:
                 self._wake_thread()
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing can be submitted any more, as after `leave` on some rank."""
-        return self._ended is not None
 
     def leave(self) -> None:
         """Tell the others that this rank submits no more, without waiting for them: what they
@@ -198,7 +181,7 @@ class Negotiation:
         """End on all ranks. Collective: a rank that has more to do gets an error there."""
         self.leave()
         self._waiters.append(None)
-        while self._ended is None:
+        while self.ended is None:
             with self._moving:
                 self._cycle()
         self._closed = True
@@ -225,7 +208,7 @@ class Negotiation:
             while (
                 (self._pending.requests or self._leaving)
                 and not self._waiters
-                and self._ended is None
+                and self.ended is None
             ):
                 self._rest()
                 with self._moving:
@@ -241,28 +224,24 @@ class Negotiation:
 
     def _cycle(self) -> None:
         """Tell the other ranks what was submitted, and run what all of them have."""
-        if self._ended is not None or not (self._pending.requests or self._leaving):
+        if self.ended is not None or not (self._pending.requests or self._leaving):
             return
         try:
             # no mode, and no transform, of the code that happens to wait takes part in this
             with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
                 self._exchange()
-        except Exception as error:
-            self._end(f"{type(error).__name__}: {error}", error)
-            if not isinstance(error, RingError):
-                self._leave_the_others()
         except BaseException as error:
-            self._end("the script was interrupted inside a collective.", error)
-            self._leave_the_others()
-            raise
-
-    def _leave_the_others(self) -> None:
-        """After an error of this rank alone: the others get one as soon as they need this rank."""
-        if self.comm.world_size > 1:
-            with suppress(RingError):
-                self.comm.all_reduce_(
-                    torch.zeros(1, dtype=torch.uint8), name="the end, after an error of some rank"
-                )
+            why, interrupted = f"{type(error).__name__}: {error}", not isinstance(error, Exception)
+            if interrupted:
+                why = "the script was interrupted inside a collective."
+            self._end(why, error)
+            if not isinstance(error, RingError) and self.comm.world_size > 1:
+                # of this rank alone: the others get an error as soon as they need this rank
+                ending = torch.zeros(1, dtype=torch.uint8)
+                with suppress(RingError):
+                    self.comm.all_reduce_(ending, name="the end, after an error of some rank")
+            if interrupted:
+                raise
 
     def _exchange(self) -> None:
         leaves = self._leaving
@@ -280,8 +259,10 @@ class Negotiation:
             leaving = [rank for rank, leaves in zip(self.ranks, left, strict=True) if leaves]
             self._end(_SHUTDOWN.format(ranks_text(leaving)))
             return
-        common = bytes(memoryview(sent)[HEAD:]) if len(self._joined) < self.comm.world_size else b""
-        ran = self._run_numbered(common) if 1 in common else False
+        common = bytes(sent[HEAD:])
+        some_is_here = len(self._joined) < self.comm.world_size
+        if ran := some_is_here and 1 in common:
+            self._run_numbered(common)
         if heard := not sent[NO_NEWS]:
             self._hear(told)
         if self._table or self._joined:
@@ -295,19 +276,17 @@ class Negotiation:
             self._next_cycle = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, CYCLE_SECONDS)
 
-    def _run_numbered(self, common: bytes) -> bool:
+    def _run_numbered(self, common: bytes) -> None:
         """Run what the mask tells. Its steps are planned once."""
         # a rank that has joined takes part in less
         plan = None if self._joined else self._plans.get(common)
         if plan is None:
-            numbers = [number for number, byte in enumerate(common) if byte]
-            plan = self._plan([Agreed(*self._pending.agreed(number)) for number in numbers])
+            plan = self._plan(dict(map(self._pending.agreed, compress(count(), common))))
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             if not self._joined:
                 self._plans[common] = plan
         self._run(plan)
-        return bool(plan.agreed)
 
     def _hear(self, news: Sequence[Submission]) -> None:
         """Exchange names that some rank submits for the first time, or with another tensor than
@@ -331,39 +310,34 @@ class Negotiation:
 
     def _run_named(self) -> bool:
         """Run what every rank has submitted or has joined."""
-        ready = [
-            Agreed(name, metas)
+        ready = {
+            name: metas
             for name, metas in self._table.items()
             if len(metas.keys() | self._joined.keys()) == self.comm.world_size
-        ]
-        for one in ready:
-            del self._table[one.name], self._since[one.name]
+        }
+        for name in ready:
+            del self._table[name], self._since[name]
         plan = self._plan(ready)
-        for one in plan.agreed:
-            everywhere = len(one.metas) == self.comm.world_size
-            if everywhere and self._pending.takes_number(one.name):
-                self._pending.number(one.name, one.metas)
+        for name, metas in plan.agreed.items():
+            if len(metas) == self.comm.world_size:
+                self._pending.number(name, metas)
         self._run(plan)
-        return self._end_join() or bool(ready)
-
-    def _end_join(self) -> bool:
         if len(self._joined) < self.comm.world_size or self._table:
-            return False
+            return bool(ready)
         last = next(reversed(self._joined))
         self._joined = {}
         self._pending.requests[JOIN].result = self.ranks[last]
         self._pending.finish([JOIN])
         return True
 
-    def _plan(self, ready: Sequence[Agreed]) -> RoundPlan:
+    def _plan(self, ready: Agreed) -> RoundPlan:
         """Of those whose tensors fit together. The others end with an error."""
-        good, joined = [], list(self._joined)
-        for one in ready:
-            problem = problem_of(*one, joined, self.ranks)
-            if problem is None:
-                good.append(one)
+        good, joined = {}, list(self._joined)
+        for name, metas in ready.items():
+            if problem := problem_of(name, metas, joined, self.ranks):
+                self._pending.finish([name], problem)
             else:
-                self._pending.finish([one.name], problem)
+                good[name] = metas
         return self._planner.plan(good)
 
     def _run(self, plan: RoundPlan) -> None:
@@ -372,17 +346,18 @@ class Negotiation:
             began = time.monotonic()
             run(requests)
             if self.timeline is not None:
-                for request in [requests[name] for name in names if name in requests]:
-                    self.timeline.ran(request.name, request.meta.kind, request.since, began)
-        done = [one.name for one in plan.agreed]
+                for name in names & requests.keys():
+                    request = requests[name]
+                    self.timeline.ran(name, request.meta.kind, request.since, began)
         if self.comm.rank in self._joined:
-            announced = [name for name in done if name.startswith(GRADIENTS)]
-            self._owed.extend(name for name in announced if name not in requests)
-        self._pending.finish(done)
+            for name in plan.agreed:
+                if name.startswith(GRADIENTS) and name not in requests:
+                    self._owed.append(name)
+        self._pending.finish(plan.agreed)
 
     def _end(self, why: str, cause: BaseException | None = None) -> None:
-        self._ended, self._cause = why, cause
-        self._pending.finish_all(why, cause)
+        self.ended, self._cause = why, cause
+        self._pending.finish([*self._pending.requests], why, cause)
 
     def _look_for_stalls(self) -> None:
         now = time.monotonic()
@@ -391,14 +366,11 @@ class Negotiation:
         for name in late:
             self._since[name] = now
             if self.comm.rank == 0:
-                missing = [
-                    self.ranks[rank]
-                    for rank in range(self.comm.world_size)
-                    if rank not in self._table[name]
-                ]
+                here = self._table[name]
+                missing = [one for rank, one in enumerate(self.ranks) if rank not in here]
                 log.warning(
-                    "%s was not submitted by rank(s) %s for %.0f s, while others wait for it.",
+                    "%s was not submitted by %s for %.0f s, while others wait for it.",
                     name,
-                    ", ".join(map(str, missing)),
+                    ranks_text(missing),
                     STALL_SECONDS,
                 )

@@ -7,9 +7,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -75,31 +75,26 @@ def DistributedOptimizer(
         raise ValueError(f"DistributedOptimizer got op={op}, expected Average or Sum.")
     if backward_passes_per_step < 1:
         raise ValueError("backward_passes_per_step must be > 0")
-    wire_format = _format_of(compression)
+    compressor = _compressor_of(compression)
     named = _named(optimizer, named_parameters)
     optimizer._parameter_names = {param: name for name, param in named}  # type: ignore[attr-defined]
     attachments.pop(optimizer, None)
     averaging = _Averaging(
-        ref(optimizer),
-        named,
-        process_set,
-        wire_format,
-        backward_passes_per_step,
-        op,
-        sparse_as_dense,
+        named, process_set, compressor, backward_passes_per_step, op, sparse_as_dense
     )
-    averaging.attach()
+    averaging.attach(optimizer)
     attachments[optimizer] = averaging
     return optimizer
 
 
-def _format_of(compression: Any) -> str | Compressor | None:
-    """A name of `COMPRESSORS`, or a compressor."""
-    if isinstance(compression, Compressor) or compression is Compression.none:
-        return compression if isinstance(compression, Compressor) else None
-    name = compression if isinstance(compression, str) else getattr(compression, "name", None)
+def _compressor_of(compression: Any) -> Compressor | None:
+    if isinstance(compression, Compressor):
+        return compression
+    if compression is Compression.none:
+        return None
+    name = getattr(compression, "name", compression)
     if name in COMPRESSORS:
-        return name
+        return COMPRESSORS[name].build()
     raise ValueError(
         f"DistributedOptimizer got compression={compression!r}, expected Compression.none, fp16 or "
         f"bf16, one of {', '.join(COMPRESSORS)} or a Compressor of "
@@ -107,9 +102,7 @@ def _format_of(compression: Any) -> str | Compressor | None:
     )
 
 
-def _named(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None
-) -> list[tuple[str, Parameter]]:
+def _named(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None) -> Named:
     params = params_of(optimizer)
     if named_parameters is None:
         return [(f"parameter.{index}", param) for index, param in enumerate(params)]
@@ -134,104 +127,73 @@ def _named(
     return named
 
 
-@dataclass(slots=True)
+@dataclass
 class _Averaging:
-    """An optimizer and how its gradients are reduced, over the ranks of one generation after the
-    other.
+    """How the gradients of one optimizer are reduced, over the ranks of one generation after the
+    other: a reducer, and the hooks that complete it before a step.
     """
 
-    optimizer: ref[Optimizer]
     named: Named
     process_set: ProcessSet
-    compression: str | Compressor | None
+    compression: Compressor | None
     passes: int
     op: str
     sparse_as_dense: bool
-    gradients: _Gradients | None = None
+    _hooks: list[Any] = field(default_factory=list)  # without any, no gradients are reduced
 
-    def attach(self) -> None:
-        if self.process_set.process_set_id is None:
-            raise ValueError(
-                f"DistributedOptimizer: the process set of ranks {self.process_set.ranks} is not "
-                "there. Add it first, with hvd.add_process_set; it ends when the ranks of an "
-                "elastic job change."
-            )
-        if self.process_set.included() and self.process_set.size() > 1:
-            negotiation = self.process_set.negotiation
-            negotiation.meet(f"DistributedOptimizer {negotiation.num_optimizers}", self.op)
-        device = next((param.device for _, param in self.named), torch.device("cpu"))
-        comm = gradient_communicator(self.process_set, device)
-        optimizer: Any = self.optimizer()
-        if optimizer is None:
-            return
+    def attach(self, optimizer: Any) -> None:
+        """Reduce gradients over the ranks that there are now."""
         optimizer.set_backward_passes_per_step = self.set_backward_passes_per_step
-        if comm is not None and comm.world_size > 1:
-            passes = {"backward_passes_per_step": str(self.passes)}
-            check_same_description(described("parameter", self.named) | passes, comm)
-            self.gradients = _Gradients(optimizer, self, comm)
-            optimizer.synchronize = self.gradients.synchronize
-            optimizer.skip_synchronize = self.gradients.skip_synchronize
-        else:
+        ranks = self.process_set
+        if ranks.process_set_id is not None and (not ranks.included() or ranks.size() == 1):
             optimizer.synchronize = lambda: None
             optimizer.skip_synchronize = ExitStack
+            return
+        self._negotiation = ranks.negotiation
+        number = self._negotiation.num_optimizers
+        self._negotiation.meet(f"DistributedOptimizer {number}", self.op)
+        self._negotiation.num_optimizers += 1
+        device = next((param.device for _, param in self.named), torch.device("cpu"))
+        comm = gradient_communicator(ranks, device)
+        passes = {"backward_passes_per_step": str(self.passes)}
+        check_same_description(described("parameter", self.named) | passes, comm)
+        self._name = f"{GRADIENTS} of optimizer {number}"
+        self._negotiation.gradients[self._name] = self
+        label = f"optimizer {number}: " if number else ""
+        self._reduce(optimizer, RecordedCommunicator(comm, [], label))
+        optimizer.synchronize = self.synchronize
+        optimizer.skip_synchronize = self.skip_synchronize
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the argument of `DistributedOptimizer`, between two steps. All ranks call it."""
-        self.passes = passes
-        if self.gradients is not None:
-            self.gradients.begin_step()
-
-    def detach(self) -> None:
-        gradients, self.gradients = self.gradients, None
-        if gradients is not None:
-            gradients.remove()
-            for _, param in self.named:
-                # part of a step that is done again, in memory of the last generation
-                param.grad = None
-
-
-class _Gradients:
-    """The gradients of one optimizer: a reducer, and the hooks that complete it before a step."""
-
-    def __init__(self, optimizer: Optimizer, how: _Averaging, comm: Communicator) -> None:
-        self._how = how
+    def _reduce(self, optimizer: Optimizer, comm: Communicator) -> None:
+        self._own = params_of(optimizer)
         self._counts: Counter[Tensor] = Counter()
-        self._synchronized = False
-        self._completed = False  # since the last step
+        self._completed = False  # since the last backward and the last step
         self._skips = False
         self._has_joined = False
         # of the last reduction that this rank took part in by joining
         self._averages: Sequence[Tensor | None] = ()
         self._stepped = True  # since the last reduction, or there was none
-        self._world_size = comm.world_size
         self._sparse: set[Tensor] = set()  # with gradients that travel dense
-        self._negotiation = how.process_set.negotiation
-        number = self._negotiation.num_optimizers
-        self._negotiation.num_optimizers += 1
-        self._name = f"{GRADIENTS} of optimizer {number}"
-        self._negotiation.gradients[self._name] = self
-        params = dict.fromkeys(param for _, param in how.named)
+        params = dict.fromkeys(param for _, param in self.named)
         frozen = [one for one in params if not one.requires_grad and one.is_floating_point()]
         for param in frozen:
             # for a moment: those that become trainable later are reduced too
             param.requires_grad_(True)
-        self._hooks: list[Any] = [
+        self._hooks = [
             # before the reducer's
             param.register_post_accumulate_grad_hook(self._count)
             for param in params
             if param.requires_grad
         ]
         # a new one, without what an earlier generation has kept
-        compressor = copy.deepcopy(how.compression)
-        if isinstance(compressor, str):
-            compressor = COMPRESSORS[compressor].build()
+        compressor = copy.deepcopy(self.compression)
         if compressor is not None:
             compressor.check_optimizers([optimizer])
         self._reducer = Reducer(
-            RecordedCommunicator(comm, [], f"optimizer {number}: " if number else ""),
-            how.named,
+            comm,
+            self.named,
             compressor=compressor,
-            gathers_sparse=not how.sparse_as_dense,
+            gathers_sparse=not self.sparse_as_dense,
             # what a reducer says of sparse gradients names RingStrategy's arguments
             warn=lambda text: None,
             before_backward=self._before_backward,
@@ -239,10 +201,10 @@ class _Gradients:
         self._reducer.num_steps = -1  # the first reduction counts one
         for param in frozen:
             param.requires_grad_(False)
-        self._whole = ExitStack()
-        self._whole.enter_context(self._reducer.plain_backwards(reduced=True))
+        self._whole = self._reducer.plain_backwards(reduced=True)
+        self._whole.__enter__()
         self._pause = ExitStack()
-        self.begin_step()
+        self._begin_step()
         self._hooks += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -250,33 +212,42 @@ class _Gradients:
         self._finalizer = finalize(optimizer, self._reducer.remove)
         self._finalizer.atexit = False
 
-    def remove(self) -> None:
-        """Leave the optimizer and its parameters as they were. What is under way is not waited
-        for.
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the argument of `DistributedOptimizer`, between two steps. All ranks call it."""
+        self.passes = passes
+        if self._hooks:
+            self._begin_step()
+
+    def detach(self) -> None:
+        """Leave the optimizer and its parameters as they were; the ranks may be gone. What is under
+        way is not waited for.
         """
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         self._finalizer()  # removes the reducer's
+        for _, param in self.named:
+            # part of a step that is done again, in memory of the last generation
+            param.grad = None
 
     def synchronize(self) -> None:
         """Complete the gradients. Collective: a rank without gradients takes part with zeros."""
         self._pause.close()
         self._reducer.finish()
-        if not self._is_reduced():
+        if self._reducer.num_finished == self._finished_before:
             if not self._counts:  # without a backward, what code of the script has put there
                 self._reducer.take_assigned()
             with self._reducer.backward():
                 pass
-        optimizer = self._how.optimizer()
-        if self._how.op == Sum and not self._completed and optimizer is not None:
-            own = params_of(optimizer)
-            grads = [param.grad for param in own if param.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, float(self._world_size))
+        grads = [param.grad for param in self._own if param.grad is not None]
+        if self.op == Sum and grads and not self._completed:
+            torch._foreach_mul_(grads, float(self.process_set.size()))
         for param in self._sparse:
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = param.grad.to_sparse(1)
-        self._synchronized = self._completed = True
+        self._completed = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -288,8 +259,8 @@ class _Gradients:
             self._skips = False
 
     def send_zeros(self, *, again: bool) -> None:
-        """Take part where the others reduce their gradients, after `join`: see
-        `negotiation.Gradients`.
+        """After `join`: take part where the others reduce their gradients, ``again`` without a step
+        in between.
         """
         self._has_joined, self._stepped = True, not again
         try:
@@ -306,29 +277,26 @@ class _Gradients:
             self._negotiation.announce(self._name, again=not self._stepped)
         self._stepped = self._completed = False
 
-    def _is_reduced(self) -> bool:
-        return self._reducer.num_finished > self._finished_before
-
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         self._counts.clear()
-        self._synchronized = self._completed = False
+        self._completed = False
         self._finished_before = self._reducer.num_finished
         self._pause.close()
-        if self._how.passes > 1:
+        if self.passes > 1:
             self._pause.enter_context(self._reducer.no_sync())
 
     def _count(self, param: Tensor) -> None:
         if param.grad is not None and param.grad.is_sparse and not self._reducer.gathers_sparse:
             self._sparse.add(param)
         self._counts[param] += 1
-        if self._counts[param] == self._how.passes:
+        if self._counts[param] == self.passes:
             self._pause.close()
 
     def _before_step(
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         check_outside_backward(optimizer)
-        if self._how.op == Sum and closure_of(args, kwargs) is not None:
+        if self.op == Sum and closure_of(args, kwargs) is not None:
             raise ValueError(
                 "step(closure) was called with DistributedOptimizer(op=Sum). The gradients of the "
                 "closure would be averaged, not summed. Use op=Average and multiply the learning "
@@ -336,7 +304,7 @@ class _Gradients:
             )
         if self._skips:
             return
-        if self._synchronized:
+        if self._completed:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(). This can cause training slowdown. You may want to "
@@ -348,4 +316,4 @@ class _Gradients:
 
     def _after_step(self, *_: Any) -> None:
         self._stepped = True
-        self.begin_step()
+        self._begin_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_ring.horovod.requests import JOIN, Metas, Submission
 
@@ -18,8 +18,7 @@ CAPACITY = 4096  # names that have a number
 UNNAMED = "noname."  # calls without a name have another one each time
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
+class Numbered(NamedTuple):
     """A collective that all ranks have agreed on, and its number, the same on every rank."""
 
     number: int
@@ -88,8 +87,7 @@ class Pending:
     ) -> None:
         """The requests of ``names`` are done."""
         with self._lock:  # first: the caller may submit the name again at once
-            found = [self.requests.pop(name, None) for name in names]
-            done = [request for request in found if request is not None]
+            done = [self.requests.pop(name) for name in names if name in self.requests]
             for request in done:
                 if request.number is not None:
                     self._mask[HEAD + request.number] = 0
@@ -98,22 +96,16 @@ class Pending:
                 request.fail(error, cause)
             request.done = True
 
-    def finish_all(self, error: str, cause: BaseException | None) -> None:
-        with self._lock:
-            names = list(self.requests)
-        self.finish(names, error, cause)
-
     def agreed(self, number: int) -> tuple[str, Metas]:
         name = self._names[number]
         return name, self.known[name].metas
 
-    def takes_number(self, name: str) -> bool:
-        """Whether a name is expected again, with tensors of the same size."""
-        is_steady = UNNAMED not in name and name not in self._changing
-        return is_steady and len(self.known) < CAPACITY
-
     def number(self, name: str, metas: Metas) -> None:
-        """From the next mask on ``name`` is told by number."""
+        """From the next mask on ``name`` is told by number, if it is expected again with tensors of
+        the same size.
+        """
+        if UNNAMED in name or name in self._changing or len(self.known) >= CAPACITY:
+            return
         with self._lock:
             number = self._free.pop() if self._free else len(self._names)
             self._names[number : number + 1] = [name]

@@ -50,25 +50,21 @@ class Submission:
     number: int | None = None  # under which the others are told of it
     done: bool = False
     result: Any = None
-    error: str | None = None
-    cause: BaseException | None = None  # of ``error``: another rank failed
+    error: HorovodInternalError | None = None
     on_error: Callable[[HorovodInternalError], object] | None = None
 
     def fail(self, error: str, cause: BaseException | None) -> None:
-        self.error, self.cause = error, cause
+        """``cause``: another rank failed."""
+        self.error = HorovodInternalError(error)
+        self.error.__cause__ = cause
         if self.on_error is not None:
-            self.on_error(self._exception())
+            self.on_error(self.error)
 
     def outcome(self) -> Any:
         """``result``, or the error that the collective ended with."""
         if self.error is not None:
-            raise self._exception()
+            raise self.error
         return self.result
-
-    def _exception(self) -> HorovodInternalError:
-        exception = HorovodInternalError(self.error)
-        exception.__cause__ = self.cause
-        return exception
 
 
 Metas = Mapping[int, Meta]
@@ -82,14 +78,12 @@ def problem_of(
 
     ``members`` are the ranks of the process set by their numbers in the job, which the text shows.
     """
-
     ranks = sorted(metas)
-    for column in zip(*(_facts(metas[rank]) for rank in ranks), strict=False):
-        if len({compared for _, _, compared in column}) > 1:
-            what = column[0][0]
-            told = [
-                f"rank {members[rank]} {one[1]}" for rank, one in zip(ranks, column, strict=True)
-            ]
+    for facts in zip(*(_facts(metas[rank]) for rank in ranks), strict=False):
+        if len(set(facts)) > 1:
+            pairs = zip(ranks, facts, strict=True)
+            told = [f"rank {members[rank]} {value}" for rank, (_, value) in pairs]
+            what = facts[0][0]
             return f"{name}: the ranks submitted it with different {what}: {', '.join(told)}."
     kind = metas[ranks[0]].kind
     if joined and kind not in ("allreduce", "barrier", GRADIENTS):
@@ -98,21 +92,19 @@ def problem_of(
     return None
 
 
-def _facts(meta: Meta) -> Iterator[tuple[str, Any, Any]]:
-    """What the ranks' requests must agree in: its name, how it is shown, and what is compared."""
-    for what, value in (
-        ("operations", meta.kind),
-        ("devices", meta.device),
-        ("reduce operations", meta.op),
-        ("prescale factors", meta.prescale),
-        ("postscale factors", meta.postscale),
-        ("root ranks", meta.root),
-        ("numbers of tensors", len(meta.shapes)),
-    ):
-        yield what, value, value
-    for shape, dtype in zip(map(tuple, meta.shapes), meta.dtypes, strict=True):
-        yield "data types", str(dtype).removeprefix("torch."), dtype
-        if meta.kind in ("allreduce", "broadcast", "reducescatter"):
-            yield "shapes", shape, shape
+def _facts(meta: Meta) -> Iterator[tuple[str, object]]:
+    """What the ranks' requests must agree in."""
+    yield "operations", meta.kind
+    yield "devices", meta.device
+    yield "reduce operations", meta.op
+    yield "prescale factors", meta.prescale
+    yield "postscale factors", meta.postscale
+    yield "root ranks", meta.root
+    yield "numbers of tensors", len(meta.shapes)
+    whole = meta.kind in ("allreduce", "broadcast", "reducescatter")
+    for shape, dtype in zip(meta.shapes, meta.dtypes, strict=True):
+        yield "data types", str(dtype).removeprefix("torch.")
+        if whole:
+            yield "shapes", tuple(shape)
         else:  # each rank's rows are kept apart, and may be more or fewer
-            yield "shapes beyond the first dimension", shape, (len(shape), *shape[1:])
+            yield "shapes beyond the first dimension", tuple(shape[1:])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ring.horovod.collectives import Sum
-from lightning_ring.horovod.context import global_process_set, size
-from lightning_ring.horovod.operations import run_collective, through
+from lightning_ring.horovod.context import size
+from lightning_ring.horovod.operations import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -70,6 +68,4 @@ def _summed(what: str, own: Tensor) -> Tensor:
     then.
     """
     name = f"sync_batch_norm.{what}.{own.shape[-1]}.{own.dtype}"
-    reduce = functools.partial(run_collective, "allreduce", process_set=global_process_set, op=Sum)
-    run, back = (functools.partial(reduce, name=one) for one in (name, f"{name}.gradients"))
-    return through(run, back, [own])[0]
+    return allreduce(own, name=name, op=Sum)

@@ -25,6 +25,7 @@ class Timeline:
         self._session = Session(path, run | {"world_size": 1}, 0, zero, clock, None)
         epoch = {"start_time_since_epoch_in_micros": int(began.timestamp() * 1e6)}
         self._session.recorder.slice("cycles", "START", zero, zero, epoch)
+        self.write = self._session.finish
 
     def cycle(self) -> None:
         if self._mark_cycles:
@@ -36,7 +37,3 @@ class Timeline:
         what, slice_ = kind.upper(), self._session.recorder.slice
         slice_(name, f"NEGOTIATE_{what}", submitted, began)
         slice_(name, what, began, time.monotonic())
-
-    def write(self) -> None:
-        """Write the trace. The file is complete, or not there."""
-        self._session.finish()

@@ -1,4 +1,6 @@
-"""Horovod's environment variables: HOROVOD_CPU_OPERATIONS and HOROVOD_START_TIMEOUT."""
+"""How long ranks wait, and Horovod's variables: HOROVOD_CPU_OPERATIONS and
+HOROVOD_START_TIMEOUT.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,15 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.exit import end_process, say
 
 _OPERATIONS = "HOROVOD_CPU_OPERATIONS"
 _START = "HOROVOD_START_TIMEOUT"
+TIMEOUT = timedelta(hours=12)  # Horovod waits for ever; a rank that died ends the wait at once
+STALL_WARNING = timedelta(seconds=60)
 
 
 def cpu_backend() -> str:

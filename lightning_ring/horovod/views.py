@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 
@@ -16,7 +15,7 @@ from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.elastic.ending import end_job_on_error
 from lightning_ring.elastic.generations import Generations
 from lightning_ring.elastic.member import Member
-from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, View
+from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report
 from lightning_ring.elastic.recovery import (
     BLAME_SECONDS,
     NUM_ATTEMPTS,
@@ -24,8 +23,7 @@ from lightning_ring.elastic.recovery import (
     is_from_a_peer,
 )
 from lightning_ring.errors import ConfigurationError, HorovodInternalError, RingError
-from lightning_ring.horovod.variables import cpu_backend
-from lightning_ring.job.communicators import open_communicator
+from lightning_ring.horovod.variables import STALL_WARNING, TIMEOUT, cpu_backend
 from lightning_ring.job.job import Job
 
 
@@ -43,69 +41,54 @@ class Views:
         has_state: Whether this rank has synchronised, so that others can get the state from it.
     """
 
-    def __init__(self, timeout: timedelta, stall_warning: timedelta) -> None:
+    def __init__(self) -> None:
         self.has_state = False
-        self._limits = timeout, stall_warning
-        self._member = Member()
-        self._member.over_error = RanksChanged
-        self._member.open()
-        end_job_on_error(self._member)
+        self.member = Member()
+        self.member.over_error = RanksChanged
+        self.member.open()
+        end_job_on_error(self.member)
         atexit.register(self._finish)
         self._generations = Generations(
-            self._member, cpu_backend(), torch.device("cpu"), timeout, stall_warning
+            self.member, cpu_backend(), torch.device("cpu"), TIMEOUT, STALL_WARNING
         )
-        self._policies: list[WaitPolicy] = []
-
-    @property
-    def newcomers_wait(self) -> bool:
-        return self._member.newcomers_wait
+        self._policy: WaitPolicy | None = None  # of the negotiation
 
     @property
     def members(self) -> tuple[int, ...]:
         """Numbers of the processes, by rank."""
-        view = self._member.view
+        view = self.member.view
         assert view is not None, "open() comes first"
         return view.members
 
-    def open(
-        self, enter: Callable[[Job, Communicator, Communicator], None], leave: Callable[[], None]
-    ) -> None:
-        """Take part in the next view, and call ``enter`` with its job and two communicators.
-        Collective.
+    def open(self, enter: Callable[[Job, Communicator], None], leave: Callable[[], None]) -> None:
+        """Take part in the next view, and call ``enter`` with its job and communicator. Collective.
 
         Blocks until all its ranks are there, and begins again where one dies meanwhile: ``leave``
         closes what ``enter`` has opened.
         """
         attempts = 0
         while True:
-            self._member.report(Report(0 if self.has_state else None, between=True))
-            view = self._member.next_view(VIEW_SECONDS)
+            self.member.report(Report(0 if self.has_state else None, between=True))
+            view = self.member.next_view(VIEW_SECONDS)
             try:
-                enter(*self._connect(view))
-                self._member.take_part()
+                negotiated = self._generations.open(view)
+                job = self._generations.job
+                assert job is not None
+                job.communicator = None  # the next one would close it
+                self._policy = job.policy
+                enter(job, negotiated)
+                self.member.take_part()
                 return
             except (JobEnded, ConfigurationError):
                 raise
             except (RingError, RuntimeError, TimeoutError) as error:
-                if not self._member.is_over():  # a connection did not come up in time
+                if not self.member.is_over():  # a connection did not come up in time
                     attempts += 1
                     if attempts >= NUM_ATTEMPTS or not is_from_a_peer(error):
                         raise
             self.break_off()
             leave()
             self.close(broken=True)
-
-    def _connect(self, view: View) -> tuple[Job, Communicator, Communicator]:
-        negotiated = self._generations.open(view)
-        job = self._generations.job
-        assert job is not None
-        assert job.policy is not None
-        self._policies = [job.policy]
-        job.communicator = None  # the next one would close it
-        gradients = open_communicator(job, cpu_backend(), torch.device("cpu"), *self._limits)
-        self._policies.append(job.policy)
-        job.communicator = None
-        return job, negotiated, gradients
 
     def is_over(self, error: BaseException) -> bool:
         """Whether ``error`` may come from a death or from newcomers, so that the job goes on after
@@ -118,23 +101,22 @@ class Views:
             if isinstance(error.__cause__, JobEnded):
                 raise error.__cause__
             return True
-        return is_from_a_peer(error) and self._member.is_over(BLAME_SECONDS)
+        return is_from_a_peer(error) and self.member.is_over(BLAME_SECONDS)
 
     def break_off(self) -> None:
         """End every wait of this rank for another one, in any thread."""
         over = RanksChanged("the ranks of this generation do not go on together.")
-        for policy in self._policies:
-            policy.fail(over)
-        self._member.on_stop(over)
+        if self._policy is not None:
+            self._policy.fail(over)
+        self.member.on_stop(over)
 
     def close(self, *, broken: bool) -> None:
         """End the generation, whose communicators are closed already."""
         error = RanksChanged("the generation is over.") if broken else None
         self._generations.close(error)
-        self._policies = []
 
     def _finish(self) -> None:
         """At the end of the process."""
         with contextlib.suppress(RingError):
-            self._member.finish()
-            self._member.close()
+            self.member.finish()
+            self.member.close()

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from lightning_ring.comm.backends.gloo import (
+    GlooCommunicator,
     open_gloo_subgroup,
     open_gloo_transport,
     open_torch_communicator,
@@ -89,7 +90,9 @@ def open_communicator(
     if job.communicator is None and across == "mpi":
         job.communicator = MPICommunicator(import_mpi().COMM_WORLD, policy)
     elif job.communicator is None:
-        job.communicator = open_torch_communicator(across, policy, device)
+        opened = job.communicator = open_torch_communicator(across, policy, device)
+        if isinstance(opened, GlooCommunicator) and job.stalls and info.world_size == 2:
+            opened.late_calls = job.stalls.late_calls
     return job.communicator
 
 

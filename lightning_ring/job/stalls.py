@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from lightning_ring.comm.late_calls import LateCalls
 from lightning_ring.comm.waiting import WaitPolicy, ranks_text
 from lightning_ring.errors import CollectiveError
 from lightning_ring.job.watch.messages import Message
@@ -38,6 +39,7 @@ SHOWN_WAITING = 10  # different collectives or steps
 
 # messages of the watch
 _LATE, _ASK, _STATUS, _VERDICT = "stall", "stall ask", "stall status", "stall verdict"
+_CALL = "late call"
 
 State = TypeVar("State", bound=Hashable)
 _log = logging.getLogger("lightning_ring")
@@ -191,6 +193,7 @@ class StallReporter:
         self._rank = watch.info.rank
         self._events: SimpleQueue[Message] = SimpleQueue()
         self._patience = WaitPolicy()
+        self.late_calls: LateCalls | None = None  # of the communicator that is followed
         self._number = 0  # of the communicator: a verdict on one says nothing about the next
         self._progress: Callable[[], Callable[[], str] | None] = lambda: None
         self._decided = threading.Event()
@@ -209,6 +212,7 @@ class StallReporter:
         """Report on waits with ``policy``, that of the ``number``-th communicator."""
         self._decided.clear()
         self._patience, self._number = policy, number
+        self.late_calls = LateCalls(self._rank, policy, self._tell_call)
         policy.stalls = self
 
     def tell_progress(self, progress: Callable[[], str]) -> None:
@@ -226,6 +230,10 @@ class StallReporter:
 
     def notice(self, description: str, seconds: float) -> None:
         self._events.put({"kind": "", "collective": description, "waited": seconds})
+
+    def _tell_call(self, call: int, what: str) -> None:
+        event = {"kind": _CALL, "to": 1 - self._rank, "number": self._number}
+        self._events.put(event | {"call": call, "what": what})
 
     def verdict(self, description: str, late: str, advice: str) -> str:
         self._events.put(
@@ -249,6 +257,8 @@ class StallReporter:
             # here and not in the other thread: it comes before the news that a rank failed of it
             self._patience.end(CollectiveError(str(message.get("text"))))
             self._decided.set()
+        elif kind == _CALL and message.get("number") == self._number and self.late_calls:
+            self.late_calls.hear(message["call"], message["what"])
 
     # -- in its own thread
 
@@ -268,6 +278,8 @@ class StallReporter:
             self._send_verdict(event)
         elif kind == _LATE:
             self._report(event, alone=False)
+        elif kind == _CALL:
+            self._watch.tell(event)
         elif not kind:
             self._tell_rank_0(event, self._own_status())
         # else: closed, or an answer that came too late

@@ -105,11 +105,10 @@ def distribute(
     info = find_ranks(ranks, options)
     place = device_of(module, device, info)
     _move(module, given, place)
-    job, comm = _connect(info, place, options)
+    job, comm, listeners, recorded = _connect(info, place, options)
     global _num_made
     label = f"module {_num_made}: " if open_trainings else ""
     _num_made += 1
-    listeners, recorded = _timeline(options, comm, place)
     training = Training(
         info,
         job,
@@ -124,7 +123,7 @@ def distribute(
         timeline=recorded,
     )
     if job.stalls is not None and not open_trainings:
-        job.stalls.tell_progress(training._progress)
+        job.stalls.tell_progress(training.algorithm.progress)
     open_trainings.append(training)
     if info.rank == 0 and comm is not None:
         log.info(
@@ -162,23 +161,6 @@ def _check(module: nn.Module, optimizers: Iterable[Any], broadcast_buffers: Any)
             )
 
 
-def _timeline(
-    options: RingOptions, comm: Communicator | None, device: torch.device
-) -> tuple[list[Listener], LoopTimeline | None]:
-    """One for all trainings that are open, of the first of them."""
-    if open_trainings:
-        if options.timeline is not None:
-            raise ConfigurationError(
-                f"distribute got timeline={str(options.timeline)!r}, while another training is "
-                "open: the first one's timeline records all. Give it to the first call."
-            )
-        return open_trainings[0].listeners, open_trainings[0].timeline
-    listeners: list[Listener] = []
-    path = timeline_path(options.timeline, os.environ)
-    about = {"strategy": f"distribute({type(options.algorithm).__name__})"}
-    return listeners, open_timeline(path, comm, device, listeners, about)
-
-
 def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
     # events and kernels go to the current device, wherever the module is
     if is_gpu(device):
@@ -194,17 +176,28 @@ def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.devi
 
 def _connect(
     info: RankInfo, device: torch.device, options: RingOptions
-) -> tuple[Job, Communicator | None]:
+) -> tuple[Job, Communicator | None, list[Listener], LoopTimeline | None]:
+    """Connections and a timeline, which trainings that are open at the same time share."""
     global _shared
     names = ("backend", "topology", "timeout", "stall_warning", "force_communication")
     settings = (device, *(getattr(options, name) for name in names))
-    if not open_trainings:
-        _shared = settings
-        return connect_ranks(info, device, options)
-    if settings != _shared:
-        raise ConfigurationError(
-            f"distribute was called with (device, {', '.join(names)}) = {settings}, while a "
-            f"training with {_shared} is open. Trainings that are open at the same time share "
-            "their connections: use the same, or close() the other first."
-        )
-    return open_trainings[0]._job, open_trainings[0].comm
+    if open_trainings:
+        first = open_trainings[0]
+        if settings != _shared:
+            raise ConfigurationError(
+                f"distribute was called with (device, {', '.join(names)}) = {settings}, while a "
+                f"training with {_shared} is open. Trainings that are open at the same time share "
+                "their connections: use the same, or close() the other first."
+            )
+        if options.timeline is not None:
+            raise ConfigurationError(
+                f"distribute got timeline={str(options.timeline)!r}, while another training is "
+                "open: the first one's timeline records all. Give it to the first call."
+            )
+        return first._job, first.comm, first.listeners, first.timeline
+    _shared = settings
+    job, comm = connect_ranks(info, device, options)
+    listeners: list[Listener] = []
+    path = timeline_path(options.timeline, os.environ)
+    about = {"strategy": f"distribute({type(options.algorithm).__name__})"}
+    return job, comm, listeners, open_timeline(path, comm, device, listeners, about)

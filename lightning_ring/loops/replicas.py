@@ -81,13 +81,12 @@ class Replicas:
         self.algorithm = algorithm if comm is not None else Algorithm()
         self.comm = comm
         self.timeline = timeline
-        self.listeners: list[Listener] = listeners if listeners is not None else []
+        self.listeners = listeners if listeners is not None else []
         self._optimizers = list(optimizers)
         self._broadcasts_buffers = broadcast_buffers
         self._training = ExitStack()  # around the whole training
         self._forwards: list[ExitStack] = []  # that run now
         self._hooks: list[Any] = []
-        self._step_hooks: StepHooks | None = None
         self._step_began: Any = None
         if comm is not None:
             check_same_model(module, comm)
@@ -104,7 +103,7 @@ class Replicas:
                 entered.register_forward_pre_hook(UncopiedHook(self._before_forward), prepend=True),
                 entered.register_forward_hook(UncopiedHook(self._after_forward), always_call=True),
             ]
-            self._step_hooks = StepHooks(self)
+            self._hooks.append(StepHooks(self))
             self._training.enter_context(self.algorithm.backwards.plain_backwards(reduced=True))
         except BaseException:
             self.remove(wait=False)
@@ -150,11 +149,7 @@ class Replicas:
         """Have ``optimizers``, which were built after this object, step the module's parameters.
         Collective.
         """
-        new = [
-            optimizer
-            for optimizer in optimizers
-            if not any(optimizer is known for known in self._optimizers)
-        ]
+        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
         if self.comm is None or not new:
             return
         for optimizer in new:
@@ -185,9 +180,6 @@ class Replicas:
         """End the training: remove all hooks, and complete the parameters. ``wait=False`` waits
         for no other rank.
         """
-        if self._step_hooks is not None:
-            self._step_hooks.remove()
-            self._step_hooks = None
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -210,7 +202,7 @@ class Replicas:
             self.algorithm.wait_parameters()
             return  # an evaluation, or a checkpoint that computes its forward again
         self.algorithm.begin_batch()
-        if isinstance(self.algorithm, ShardsState) and not self.algorithm.overlaps:
+        if isinstance(self.algorithm, ShardsState):
             self.algorithm.overlaps = True
         forward.enter_context(self.algorithm.forward())
 

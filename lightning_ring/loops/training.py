@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.job import Job
 from lightning_ring.job.ranks import RankInfo
@@ -41,11 +41,8 @@ class Training(Replicas):
         self.rank, self.world_size, self.local_rank = info.rank, info.world_size, info.local_rank
         self.device = device
         self._job = job
+        self.communicator = self.comm
         self._closed = False
-
-    @property
-    def communicator(self) -> Communicator | None:
-        return self.comm
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -62,14 +59,13 @@ class Training(Replicas):
         num_samples = len(cast(Sized, dataset))
         padded = sampler.total_size - num_samples
         if padded and self.rank == 0:
-            what = (
-                f"{padded} of them are repeated" if padded > 0 else f"{-padded} of them are dropped"
-            )
+            what = "repeated" if padded > 0 else "dropped"
             log.warning(
-                "%d samples do not divide by %d ranks: each epoch %s, so that all ranks have "
-                "equally many.",
+                "%d samples do not divide by %d ranks: each epoch %d of them are %s, so that all "
+                "ranks have equally many.",
                 num_samples,
                 self.world_size,
+                abs(padded),
                 what,
             )
         return sampler
@@ -78,9 +74,7 @@ class Training(Replicas):
         """The ranks' ``tensor`` as one, in new memory. ``op``: "mean", "sum", "min", "max" or
         "product".
         """
-        names = {"mean": ReduceOp.AVG} | {
-            one.value: one for one in ReduceOp if one is not ReduceOp.AVG
-        }
+        names = {"mean" if one is ReduceOp.AVG else one.value: one for one in ReduceOp}
         if op not in names:
             raise ConfigurationError(
                 f"all_reduce got op={op!r}, expected one of {', '.join(map(repr, names))}."
@@ -103,11 +97,9 @@ class Training(Replicas):
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Rank ``src``'s picklable ``obj``, on every rank."""
-        return (
-            obj
-            if self.comm is None
-            else self.comm.broadcast_object(obj, src=src, name="broadcast of the loop")
-        )
+        if self.comm is None:
+            return obj
+        return self.comm.broadcast_object(obj, src=src, name="broadcast of the loop")
 
     def barrier(self) -> None:
         """Return when every rank is here."""
@@ -122,11 +114,8 @@ class Training(Replicas):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`, the same on every rank. Warns where that is impossible."""
-        if (
-            self.comm is not None
-            and (problem := self.algorithm.load_state_dict(state))
-            and self.rank == 0
-        ):
+        problem = self.comm is not None and self.algorithm.load_state_dict(state)
+        if problem and self.rank == 0:
             log.warning("%s", problem)
 
     def close(self) -> None:
@@ -145,9 +134,6 @@ class Training(Replicas):
             self.timeline.abandon()
         elif self.timeline is not None and not open_trainings:
             self.timeline.finish()
-
-    def _progress(self) -> str:
-        return self.algorithm.progress()
 
     def __enter__(self) -> Training:
         return self

@@ -307,7 +307,7 @@ def check_what_cannot_work_is_an_error_on_every_rank():
             distribute(model)
         with refused("share their connections"):
             distribute(nn.Linear(2, 1), topology="flat")
-        with refused("op='median', expected one of 'mean', 'sum'"):
+        with refused("op='median', expected one of 'sum', 'mean'"):
             training.all_reduce(torch.zeros(1), op="median")
     training.close()  # twice is fine
 

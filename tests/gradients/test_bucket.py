@@ -46,7 +46,7 @@ def test_a_nearly_empty_bucket_takes_the_next_parameter_and_the_first_stays_smal
     named = [
         (f"p{index}", Parameter(torch.zeros(int(size * 2**18)))) for index, size in enumerate(sizes)
     ]
-    buckets = plan_buckets(named, 4)
+    buckets = [Bucket(*zip(*group, strict=True)) for group in plan_buckets(named, 4)]
     assert [len(bucket.params) for bucket in buckets] == [1, 1, 3, 2, 2]
     held = sum(bucket.flat.nbytes for bucket in buckets)
     assert held < sum(param.nbytes for _, param in named) + 2000, (

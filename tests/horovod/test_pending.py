@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_ring.horovod.execution import Agreed, batches
+from lightning_ring.horovod.execution import batches
 from lightning_ring.horovod.requests import Meta
 
 SHORT = Meta("allreduce", ((3,),), (torch.float32,), "Sum")
@@ -17,8 +17,8 @@ def test_short_tensors_of_one_kind_travel_together():
         "rows": SHORT._replace(kind="allgather"),
         "most": SHORT._replace(op="Max"),
     }
-    found = batches([Agreed(name, {0: meta}) for name, meta in metas.items()])
-    assert [[(part.one.name, part.position) for part in batch] for batch in found] == [
+    found = batches({name: {0: meta} for name, meta in metas.items()})
+    assert [[(part.name, part.position) for part in batch] for batch in found] == [
         [("empty", 0), ("group", 1), ("short", 0)],
         [("group", 0)],
         [("half", 0)],
