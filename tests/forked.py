@@ -4,8 +4,8 @@ once, and forks.
 Importing Lightning takes seconds of CPU time, which hundreds of ranks would pay one by one.
 `python` in the place of ``sys.executable`` starts a small process that hands its arguments,
 environment, folder and standard streams to the server, passes signals on to the rank, and ends as
-the rank ends. The rank imports this project's packages itself. With the variables of `ranks` the
-same goes for ranks that a launcher starts by itself.
+the rank ends. With the variables of `ranks` the same goes for ranks that a launcher starts by
+itself.
 
 Not for tests of what a rank's launcher sees or sends: the rank is a child of the server, in a
 session of its own.

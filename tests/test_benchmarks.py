@@ -165,7 +165,7 @@ def test_every_gpu_test_is_in_a_file_that_the_gpu_benchmark_names():
 
 @pytest.mark.ranks
 def test_gpu_tests_are_collected_without_packages_that_other_tests_need():
-    result = run([sys.executable, "-c", MISSING], PYTHONPATH=str(ROOT))
+    result = run([*forked.python(), "-c", MISSING])
     assert result.returncode == 0, result.stdout
     assert all(name in result.stdout for name in GPU_TESTS), result.stdout
 

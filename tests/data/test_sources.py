@@ -6,7 +6,6 @@ import runpy
 import shutil
 import sys
 
-import datasets
 import lance
 import numpy as np
 import pyarrow as pa
@@ -55,6 +54,8 @@ def lance_images(folder, root):
 
 
 def parquet_images(folder, root):
+    import datasets  # deferred: it takes 1.5 s of each process that collects tests
+
     pq.write_table(table_of(folder), root / "photos.parquet")
     return HuggingFaceImages(
         datasets.Dataset.from_parquet(str(root / "photos.parquet"), cache_dir=str(root / "cache"))
@@ -68,6 +69,8 @@ def hugging_face_images(folder, root):
 
 
 def data_set_of(folder, images):
+    import datasets
+
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
     columns = {"image": images, "label": folder.labels.tolist()}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
@@ -229,6 +232,8 @@ def test_a_selected_and_shuffled_data_set_is_read_in_its_order(folder, tmp_path)
 
 
 def test_what_hugging_face_images_cannot_be_made_of_says_why(folder, tmp_path):
+    import datasets
+
     data = datasets.Dataset.from_dict({"image": [1, 2], "label": [-1, 0], "text": ["a", "b"]})
     unlabelled = datasets.Dataset.from_dict({"image": [encode(photo())] * 2, "label": [-1, 0]})
     for given, message in [

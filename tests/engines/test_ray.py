@@ -21,8 +21,11 @@ def two_nodes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # of the daemons, and so of their workers
         patch.setenv("OMP_NUM_THREADS", "1")
-        # the first try after a node has gone may still wait for it
-        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+        # Ray asks each node every 3 s whether it lives, and believes the fifth silence.
+        patch.setenv("RAY_health_check_period_ms", "500")
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+        # Tries after a node has gone may still wait for its place, for 20 s together.
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")
         node = {"num_cpus": 2, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
@@ -34,7 +37,7 @@ def two_nodes():
             cluster.shutdown()
 
 
-def fit(folder, num_workers=2, cpus=1, **config):
+def fit(folder, num_workers=2, **config):
     """What each worker's fit returned, by rank. ``config`` is that of `_loop`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -43,11 +46,7 @@ def fit(folder, num_workers=2, cpus=1, **config):
     TorchTrainer(
         _loop,
         train_loop_config={"folder": str(folder), "home": _node()} | config,
-        scaling_config=ScalingConfig(
-            num_workers=num_workers,
-            placement_strategy="SPREAD",
-            resources_per_worker={"CPU": cpus},
-        ),
+        scaling_config=ScalingConfig(num_workers=num_workers, placement_strategy="SPREAD"),
         run_config=RunConfig(name="fit", storage_path=str(folder), failure_config=failures),
     ).fit()
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*"))]
@@ -94,12 +93,6 @@ def test_a_killed_worker_starts_again_and_the_fit_has_the_bits_of_ddp(two_nodes,
     assert [one["weights"] for one in said] == [of_ddp] * 2
 
 
-def test_three_workers_shard_their_optimizer(two_nodes, tmp_path):
-    said = fit(tmp_path, num_workers=3, strategy="ring_sharded")
-    assert [one["world_size"] for one in said] == [3, 3, 3]
-    assert all(one["weights"] == said[0]["weights"] for one in said)
-
-
 def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
     import lightning as L
     from ray.train.lightning import prepare_trainer
@@ -109,8 +102,11 @@ def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
 
 
 # the last one: it loses a node
-def test_an_elastic_fit_goes_on_without_a_lost_node(two_nodes, tmp_path):
-    said = fit(tmp_path, num_workers=(1, 2), cpus=2, strategy="ring_sharded", kill="node")
+def test_an_elastic_fit_of_three_workers_goes_on_without_a_lost_node(two_nodes, tmp_path):
+    """Each node has room for two. Shards of the optimizer go from three workers to two."""
+    said = fit(tmp_path, num_workers=(1, 3), strategy="ring_sharded", kill="node")
     assert (tmp_path / "killed").exists()
-    assert [(one["rank"], one["world_size"], one["resumed"]) for one in said] == [(0, 1, True)]
-    assert said[0]["steps"] == 6 + (EPOCHS - 1) * 12, "the first epoch on two workers"
+    found = [(one["rank"], one["world_size"], one["resumed"]) for one in said]
+    assert found == [(0, 2, True), (1, 2, True)]
+    assert said[0]["weights"] == said[1]["weights"]
+    assert said[0]["steps"] == 4 + (EPOCHS - 1) * 6, "the first epoch on three workers"

@@ -23,7 +23,7 @@ GUARDED = 9
 
 def check(name, device):
     for numel in SIZES:
-        for num_shards in (1, 2, 3, 4, 5):
+        for num_shards in (1, 3) if numel < 5003 else (1, 2, 3, 4, 5):
             check_values(name, some_values(numel), num_shards, device)
     for numel in (33, BLOCK + 1, 5003):
         for offset in (1, 3):  # values at +4 and +12 bytes, as parts of nodes' averages may be

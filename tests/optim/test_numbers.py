@@ -50,8 +50,7 @@ OPTIONS = {
 @pytest.mark.skipif(not INTERPRETED, reason="test_under_the_interpreter runs this")
 @every_optimizer
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-@pytest.mark.parametrize("lr_is_tensor", [False, True])
-@pytest.mark.parametrize("some_odd", [False, True])
+@pytest.mark.parametrize(("lr_is_tensor", "some_odd"), [(False, True), (True, False)])
 def test_interpreted_kernels_compute_torchs_numbers(
     optimizer_class, options, lr_is_tensor, some_odd, monkeypatch
 ):

@@ -3,13 +3,12 @@
 import copy
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from lightning_ring.optim.engine import fused
-from lightning_ring.optim.engine.fused import CHUNK, NUM_WARPS, constants_of, kernels
+from lightning_ring.optim.engine.fused import NUM_WARPS, constants_of, kernels
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from tests.gpu import on_gpu
 from tests.machine_code import compiled, resources
@@ -31,22 +30,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 def test_under_the_interpreter():
     # converges is 150 steps, the oracles 50: hours for an interpreter; the battery compares with
     # the plain way.
-    which = "(fused and test_battery and not converges or interpreted_kernels)"
+    which = "fused and test_battery and not converges or interpreted_kernels"
     folder = ROOT / "tests" / "optim"
     files = [str(folder / f"test_{name}.py") for name in ("battery", "triton", "numbers")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k"]
-
-    def run_part(part):
-        words = [*command, f"{which} and {part}"]
-        return run(words, timeout=280, TRITON_INTERPRET="1")
-
-    with ThreadPoolExecutor() as pool:  # the interpreter keeps one core busy
-        results = list(pool.map(run_part, ["LARS", "not LARS"]))
-    for done in results:
-        if "only 0-dimensional arrays can be converted" in done.stdout:
-            pytest.skip("the interpreter of this Triton (3.6) needs numpy < 2.5")
-        assert done.returncode == 0, done.stdout[-6000:]
-        assert " passed" in done.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    done = run([*command, "-k", which], timeout=580, TRITON_INTERPRET="1")
+    if "only 0-dimensional arrays can be converted" in done.stdout:
+        pytest.skip("the interpreter of this Triton (3.6) needs numpy < 2.5")
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout
 
 
 interpreted = pytest.mark.skipif(
@@ -80,7 +72,7 @@ def steps_as_in_float64(optimizer_class, params, num_steps=2, **way):
 @every_dtype
 def test_interpreted_kernels_at_every_edge(optimizer_class, dtype):
     block = constants_of(optimizer_class, kind_of(dtype, dtype), move=False)["BLOCK"]
-    edges = [0, 1, 31, 32, 33, block - 1, block, block + 1, CHUNK, CHUNK + 1]
+    edges = [0, 1, 31, 32, 33, block - 1, block, block + 1, fused.CHUNK, fused.CHUNK + 1]
     for sizes in (edges, [1]):  # Triton makes a constant of a number of parameters that is 1
         params = random_params(dtype=dtype, shapes=[(size,) for size in sizes])
         steps_as_in_float64(optimizer_class, params, fused=True)
@@ -106,7 +98,7 @@ def test_interpreted_kernels_far_into_a_tensor(optimizer_class, dtype, monkeypat
 
     monkeypatch.setattr(fused, "chunks_of", far_chunks)
     monkeypatch.setattr(fused, "pointers_of", low_pointers)
-    params = random_params(dtype=dtype, shapes=[(33,), (CHUNK,)])
+    params = random_params(dtype=dtype, shapes=[(33,), (fused.CHUNK,)])
     steps_as_in_float64(optimizer_class, params, fused=True)
 
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from lightning_ring import optim
+from lightning_ring.optim.engine import fused
 
 OPTIMIZERS = [
     getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)
 ]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:  # it takes some milliseconds for each block of a chunk
+    fused.CHUNK = 1 << 11
 CPU_WAYS = {"plain": {"foreach": False}, "foreach": {"foreach": True}}
 # On the CPU the fused way runs under Triton's interpreter only; the others have had their turn
 # without it.

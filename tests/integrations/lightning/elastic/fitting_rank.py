@@ -375,7 +375,9 @@ def main():
     # BatchNorm refuses
     make_loader = item_loader if "loader" in OPTIONS else DataLoader
     loader = make_loader(data, batch_size=BATCH, sampler=order, drop_last=True)
-    trainer.fit(module, loader, DataLoader(data, batch_size=BATCH), ckpt_path=OPTIONS.get("resume"))
+    # two batches of a rank or more
+    validated = DataLoader(TensorDataset(*data[:48]), batch_size=BATCH)
+    trainer.fit(module, loader, validated, ckpt_path=OPTIONS.get("resume"))
     result = {
         "number": NUMBER,
         "rank": trainer.global_rank,
