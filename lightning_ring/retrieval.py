@@ -53,16 +53,15 @@ def search(
         one rank after another. Where only excluded items are left, the similarity is -inf and the
         place -1.
     """
+    all_gather = all_gather or _alone
     sizes = row_counts(gallery, all_gather)
     k = min(k, sum(sizes))
-    similarities = queries.new_full((len(queries), 0), -torch.inf)
-    places = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
+    similarities = queries.new_empty(len(queries), 0)
+    places = queries.new_empty(len(queries), 0, dtype=torch.long)
     for start in range(0, max(sizes), BLOCK):
         rows = gallery[start : start + BLOCK]
-        parts: Sequence[Tensor] = [rows]
-        if all_gather is not None:
-            longest = min(BLOCK, max(sizes) - start)
-            parts = all_gather(pad(rows, (0, 0, 0, longest - len(rows))).contiguous())
+        longest = min(BLOCK, max(sizes) - start)
+        parts = all_gather(pad(rows, (0, 0, 0, longest - len(rows))).contiguous())
         offset = 0
         for size, part in zip(sizes, parts, strict=True):
             part = part[: max(0, size - start)]
@@ -85,11 +84,14 @@ def gather_rows(tensor: Tensor, all_gather: AllGather) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(all_gather(padded), sizes, strict=True)])
 
 
-def row_counts(tensor: Tensor, all_gather: AllGather | None) -> list[int]:
+def row_counts(tensor: Tensor, all_gather: AllGather) -> list[int]:
     """How many rows each rank's ``tensor`` has."""
-    if all_gather is None:
-        return [len(tensor)]
     return [int(size) for size in all_gather(torch.tensor([len(tensor)], device=tensor.device))]
+
+
+def _alone(tensor: Tensor) -> Sequence[Tensor]:
+    """`AllGather` of one process."""
+    return [tensor]
 
 
 def _best_of(
@@ -146,7 +148,7 @@ class RetrievalMetrics:
 
     def as_dict(self) -> dict[str, float]:
         """For logging: ``{"R@1": ..., "R@10": ..., "MAP@R": ...}``."""
-        return {**{f"R@{k}": rate for k, rate in self.hit_rate.items()}, "MAP@R": self.map_at_r}
+        return {f"R@{k}": rate for k, rate in self.hit_rate.items()} | {"MAP@R": self.map_at_r}
 
 
 def retrieval_metrics(
@@ -183,6 +185,8 @@ def retrieval_metrics(
     """
     items = (embeddings, labels, indices)
     _check(items, gallery, ks)
+    if all_gather is None:
+        rank, all_gather = 0, _alone
     queries = _Spread(items, rank, all_gather)
     among = queries if gallery is None else _Spread(gallery, rank, all_gather)
     place = queries.places_in(among)
@@ -198,19 +202,18 @@ def retrieval_metrics(
             else f"retrieval_metrics: none of {len(queries.labels)} queries has an item of its "
             "class in the gallery."
         )
-    mine = torch.zeros_like(asking)
-    mine[queries.mine] = asking[queries.mine]
+    own, asks = queries.mine, asking[queries.mine]
     similarity, found = search(
-        queries.unit[asking[queries.mine]],
+        queries.unit[asks],
         among.unit,
         max(*ks, int(num_others.max())),
-        exclude=place[mine],
+        exclude=place[own][asks],
         all_gather=all_gather,
     )
-    right = (among.labels[found] == queries.labels[mine][:, None]) & (similarity > -torch.inf)
-    sums = _sums(right, num_others[mine], ks)
-    if all_gather is not None:
-        sums = torch.stack(list(all_gather(sums))).sum(0)
+    wanted = queries.labels[own][asks]
+    right = (among.labels[found] == wanted[:, None]) & (similarity > -torch.inf)
+    sums = _sums(right, num_others[own][asks], ks)
+    sums = torch.stack(list(all_gather(sums))).sum(0)
     *hits, precision = (sums / num_queries).tolist()
     return RetrievalMetrics(
         hit_rate=dict(zip(ks, hits, strict=True)),
@@ -231,15 +234,12 @@ class _Spread:
         mine: The places of this rank's.
     """
 
-    def __init__(self, items: Items, rank: int, all_gather: AllGather | None) -> None:
+    def __init__(self, items: Items, rank: int, all_gather: AllGather) -> None:
         embeddings, labels, indices = items
-        start, finite = 0, torch.isfinite(embeddings).all().reshape(1).long()
-        if all_gather is not None:
-            start = sum(row_counts(labels, all_gather)[:rank])
-            finite = torch.cat(list(all_gather(finite)))
-            labels = gather_rows(labels.long(), all_gather)
-            indices = gather_rows(indices.long(), all_gather)
-        if not bool(finite.all()):
+        start = sum(row_counts(labels, all_gather)[:rank])
+        labels = gather_rows(labels.long(), all_gather)
+        indices = gather_rows(indices.long(), all_gather)
+        if not all(all_gather(torch.isfinite(embeddings).all().reshape(1).long())):
             raise ValueError(
                 "retrieval_metrics: some embeddings are NaN or infinite; the model has diverged."
             )
@@ -256,7 +256,7 @@ class _Spread:
     def places_in(self, other: _Spread) -> Tensor:
         """Where each of these items (of all ranks) stands in ``other``; -1 for nowhere."""
         mine, others = _numbered(self.indices, other.indices)
-        places = torch.full((len(mine) + len(others),), -1, device=mine.device)
+        places = mine.new_full((len(mine) + len(others),), -1)
         places[others] = torch.arange(len(others), device=mine.device)
         return places[mine]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,13 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch.hosts import Host, parse_hosts, read_hostfile
 
 
-def add_hosts(parser: argparse.ArgumentParser, what: str = "hosts, and ranks on each") -> Any:
-    """Returns the group, of whose options one at most may be given."""
+def add_ranks(
+    parser: argparse.ArgumentParser, ranks: str, what: str = "hosts, and ranks on each"
+) -> Any:
+    """The number of ``ranks``, and where they run. Returns the group of the hosts' options, of
+    which one at most may be given.
+    """
+    parser.add_argument("-n", "-np", "--num-proc", dest="ranks", type=int, metavar="N", help=ranks)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--host", "--hosts", dest="hosts", metavar="HOST:SLOTS,...", help=what)
     where.add_argument(
@@ -23,6 +27,9 @@ def add_hosts(parser: argparse.ArgumentParser, what: str = "hosts, and ranks on 
 
 
 def chosen_hosts(options: argparse.Namespace) -> list[Host]:
+    """Raises `ConfigurationError`: the number of ranks, or a host, cannot be."""
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigurationError(f"-n {options.ranks}: the number of ranks must be 1 or more.")
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     return read_hostfile(options.hostfile) if options.hostfile is not None else []
@@ -39,20 +46,3 @@ def check_output(option: str, path: str | Path | None) -> None:
         raise ConfigurationError(
             f"{option} {path}: cannot be written. Name a file in an existing folder."
         )
-
-
-def check_plot(path: str | Path | None) -> None:
-    """Raises `ConfigurationError` if matplotlib is not installed, or does not write files of
-    that name.
-    """
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "--plot needs matplotlib, which is not installed: `pip install matplotlib`."
-        )
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigurationError(
-            f"--plot {path}: the name of the file must end in .png, .svg or .pdf."
-        )
-    check_output("--plot", path)

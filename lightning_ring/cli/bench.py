@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from lightning_ring.cli.arguments import add_hosts, check_output, chosen_hosts
+from lightning_ring.cli.arguments import add_ranks, check_output, chosen_hosts
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
@@ -20,7 +20,6 @@ from lightning_ring.launch.mpirun import find_mpirun, require_mpirun
 from lightning_ring.launch.start import mpirun_job, plain_job
 from lightning_ring.tools.bench import BACKENDS, COLLECTIVES
 
-_FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZES = ",".join(str(1024 * 4**power) for power in range(10))  # 1 KiB to 256 MiB
 
 
@@ -47,18 +46,28 @@ def _parser() -> argparse.ArgumentParser:
         "25,000,000. Under mpirun, srun or torchrun it runs with the ranks that they started.",
     )
     add = parser.add_argument
-    ranks = "ranks (default: one a GPU, or a core)"
-    add("-n", "-np", dest="ranks", type=int, metavar="N", help=ranks)
-    add_hosts(parser)
-    sizes = "tensors on each rank (default: 1K to 256M, each 4 times the one before)"
-    add("--sizes", metavar="SIZE,...", default=_SIZES, help=sizes)
+    add_ranks(parser, "ranks (default: one a GPU, or a core)")
+    add(
+        "--sizes",
+        metavar="SIZE,...",
+        default=_SIZES,
+        help="tensors on each rank (default: 1K to 256M, each 4 times the one before)",
+    )
     add("--backends", nargs="+", choices=BACKENDS, help="default: all that work here")
     add("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all")
-    compare = "show times as ratios to this one's"
-    add("--compare", choices=BACKENDS, metavar="BACKEND", help=compare)
+    add(
+        "--compare",
+        choices=BACKENDS,
+        metavar="BACKEND",
+        help="show times as ratios to this one's",
+    )
     add("--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto")
-    seconds = "for each backend, collective, size (default: 0.2)"
-    add("--seconds", type=float, default=0.2, help=seconds)
+    add(
+        "--seconds",
+        type=float,
+        default=0.2,
+        help="for each backend, collective, size (default: 0.2)",
+    )
     add("--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)")
     return parser
 
@@ -69,9 +78,9 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
     size = 0.0
-    if match is not None:
-        decimal = match[2] and (match[3] or "").upper() == "B"
-        size = float(match[1]) * _FACTORS[match[2].upper() + ("B" if decimal else "")]
+    if match:
+        unit = 1000 if match[3] in ("B", "b") else 1024
+        size = float(match[1]) * unit ** ("", "K", "M", "G").index(match[2].upper())
     if size < 4:
         raise ConfigurationError(
             f"--sizes: {text!r} is not a size of at least one float32. Write 4 bytes or more, or a "
@@ -112,9 +121,9 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     of this host.
     """
     hosts = chosen_hosts(options)
-    ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
-    if not ranks and options.ranks is None:
-        ranks = _default_ranks(options.device)
+    ranks = options.ranks
+    if ranks is None:
+        ranks = sum(host.slots for host in hosts) or _default_ranks(options.device)
     _check_number(ranks)
     if hosts:
         check_slots(ranks, hosts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -12,14 +11,13 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
-from lightning_ring.cli.arguments import add_hosts, chosen_hosts
+from lightning_ring.cli.arguments import add_ranks, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.tools.doctor.asking import DoctorRequest
 from lightning_ring.tools.doctor.findings import (
     Finding,
     HostReport,
-    everything,
     last_line,
     lines,
     short,
@@ -35,8 +33,6 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"--timeout {options.timeout:g}: must be more than 0 seconds, such as 60."
         )
-    if options.ranks is not None and options.ranks < 1:
-        raise ConfigurationError(f"-n {options.ranks}: the number of ranks must be 1 or more.")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(options)
@@ -55,8 +51,11 @@ def _parser() -> argparse.ArgumentParser:
         "line is wrong.",
     )
     add = parser.add_argument
-    add("-n", dest="ranks", type=int, metavar="N", help="ranks here (default: one a GPU, min. 2)")
-    add_hosts(parser, "check these hosts, and compare them")
+    add_ranks(
+        parser,
+        "ranks here (default: one a GPU, min. 2)",
+        "check these hosts, and compare them",
+    )
     add("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them")
     add(
         "--timeout",
@@ -80,7 +79,6 @@ def _run(options: argparse.Namespace) -> int:
         seconds=options.timeout,
         launcher=living_launcher(),
         part=options.part_of > 0,
-        environ=dict(os.environ),
     )
     here = HostReport(socket.gethostname(), [])
     if request.part:
@@ -106,12 +104,15 @@ def _run(options: argparse.Namespace) -> int:
 def _conclude(
     options: argparse.Namespace, reports: Sequence[HostReport], between: Sequence[Finding]
 ) -> int:
-    findings = everything(reports, between)
+    findings = [*chain.from_iterable(report.findings for report in reports), *between]
     state = worst(findings)
     if options.json:
-        hosts = [report.as_json() for report in reports]
-        rest = [asdict(finding) for finding in between]
-        print(json.dumps({"state": state, "hosts": hosts, "between_hosts": rest}, indent=1))
+        whole = {
+            "state": state,
+            "hosts": [report.as_json() for report in reports],
+            "between_hosts": [asdict(finding) for finding in between],
+        }
+        print(json.dumps(whole, indent=1))
     else:
         print(last_line(findings))
     return int(state == "broken")

@@ -75,8 +75,7 @@ class _Refused(argparse.Action):
 
 def add_horovodrun(parser: argparse.ArgumentParser) -> None:
     """The options of horovodrun that have no other name here, and the refusal of the rest."""
-    group = parser.add_argument_group("as horovodrun takes them")
-    add = group.add_argument
+    add = parser.add_argument_group("as horovodrun takes them").add_argument
     add(
         "--network-interfaces",
         "--network-interface",
@@ -85,11 +84,18 @@ def add_horovodrun(parser: argparse.ArgumentParser) -> None:
         metavar="IF,...",
         help="network interfaces that the ranks use, on every host",
     )
-    timeline = "write a timeline, as HOROVOD_TIMELINE=FILE does"
-    add("--timeline-filename", metavar="FILE", help=timeline)
+    add(
+        "--timeline-filename",
+        metavar="FILE",
+        help="write a timeline, as HOROVOD_TIMELINE=FILE does",
+    )
     add("--timeline-mark-cycles", action="store_true", help="mark exchanges of names in it")
-    start = "seconds in which all ranks have to come"
-    add("--start-timeout", type=float, metavar="S", help=start)
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="S",
+        help="seconds in which all ranks have to come",
+    )
     add("--verbose", action="store_true", help="no more than always: the line that is run is shown")
     for name in INSTEAD:
         parser.add_argument(name, action=_Refused, nargs="?", help=argparse.SUPPRESS)
@@ -114,9 +120,8 @@ def variables(options: argparse.Namespace, *, here: bool) -> dict[str, str]:
             )
         readers = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
         found |= dict.fromkeys(readers, ",".join(names))
-    if options.timeline_filename is not None:
-        path = os.path.abspath(options.timeline_filename)
-        found["HOROVOD_TIMELINE"] = path
+    if options.timeline_filename:
+        found["HOROVOD_TIMELINE"] = os.path.abspath(options.timeline_filename)
         found["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(options.timeline_mark_cycles))
     elif options.timeline_mark_cycles:
         raise ConfigurationError("--timeline-mark-cycles goes with --timeline-filename FILE.")

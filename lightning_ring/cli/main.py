@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from lightning_ring.errors import RingError
 from lightning_ring.host import require_posix
 
-# name: (module with `main(arguments) -> int`, its purpose)
+# modules beside this one, with `main(arguments) -> int`, and their purpose
 COMMANDS = {
-    "doctor": ("lightning_ring.cli.doctor", "check the setup: mistakes, and advice"),
-    "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
-    "bench": ("lightning_ring.cli.bench", "how fast the ring is, by backend and size"),
-    "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines, also after a crash"),
-    "plan": ("lightning_ring.cli.plan", "how far a job will scale, and what to change first"),
-    "report": ("lightning_ring.cli.report", "one HTML page of a run, or of several compared"),
+    "doctor": "check the setup: mistakes, and advice",
+    "pack": "pack images into shards that train fast, and check them",
+    "bench": "how fast the ring is, by backend and size",
+    "timeline": "merge the ranks' timelines, also after a crash",
+    "plan": "how far a job will scale, and what to change first",
+    "report": "one HTML page of a run, or of several compared",
 }
 
 
@@ -27,14 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``lightning-ring COMMAND ...``; the exit code is the command's, or 2 where the command
     line was wrong.
     """
-    width = max(map(len, COMMANDS), default=0)
+    width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="lightning-ring",
         usage="%(prog)s [-h] COMMAND ...",
         description="Tools beside training. `lightning-ring COMMAND --help` shows the options of "
         "a command.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()),
+        + "\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser.parse_args(words[:1]).command
     try:
         require_posix(f"lightning-ring {command}")
-        code: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
+        code: int = importlib.import_module(f"lightning_ring.cli.{command}").main(words[1:])
         return code
     except RingError as error:
         print(f"lightning-ring {command}: {error}", file=sys.stderr)

@@ -28,9 +28,14 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--workers {workers}: expected 1 or more.")
     if options.verify and options.append:
         raise ConfigurationError("--verify and --append were given, expected one of them.")
+    expected, number = ("DST alone", 1) if options.verify else ("SRC and DST", 2)
+    if len(options.paths) != number:
+        raise ConfigurationError(
+            f"expected {expected}, got {len(options.paths)} paths. See `lightning-ring pack -h`."
+        )
     goes_on = "" if options.verify else " The same command goes on after the last finished shard."
     try:
-        return _verify(options.paths, workers) if options.verify else _pack(options, workers)
+        return _verify(options.paths[0], workers) if options.verify else _pack(options, workers)
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "PIL", "simplejpeg", "tqdm"):
             raise
@@ -45,11 +50,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"lightning-ring pack: {where}{error.strerror or error}.{goes_on}", file=sys.stderr)
-        return 1
+        problem = f"{where}{error.strerror or error}.{goes_on}"
     except ShardError as error:
-        print(f"lightning-ring pack: {error}", file=sys.stderr)
-        return 1
+        problem = str(error)
+    print(f"lightning-ring pack: {problem}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,18 +78,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--size", type=int, help="shrink to this shorter side, 0: never (default: 256)")
     add("--shard-mb", type=float, metavar="MIB", help="largest shard (default: 256)")
     add("--quality", type=int, help="of JPEGs that are encoded anew (default: 90)")
-    grouped = "keep classes together (default: mixed, seeded)"
-    add("--group-by-class", action="store_true", default=None, help=grouped)
-    classes = (
-        "number classes as the lines of this file, or as the manifest.json of other shards "
-        "(default: by name)"
+    add(
+        "--group-by-class",
+        action="store_true",
+        default=None,
+        help="keep classes together (default: mixed, seeded)",
     )
-    add("--classes", type=Path, metavar="FILE", help=classes)
-    upright = (
-        "turn images by their EXIF orientation (default: leave them, as torchvision's ImageFolder "
-        "does)"
+    add(
+        "--classes",
+        type=Path,
+        metavar="FILE",
+        help="number classes as the lines of this file, or as the manifest.json of other shards "
+        "(default: by name)",
     )
-    add("--upright", action="store_true", default=None, help=upright)
+    add(
+        "--upright",
+        action="store_true",
+        default=None,
+        help="turn images by their EXIF orientation (default: leave them, as torchvision's "
+        "ImageFolder does)",
+    )
     add("--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte")
     return parser
 
@@ -97,11 +110,8 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def _verify(paths: Sequence[Path], workers: int) -> int:
+def _verify(root: Path, workers: int) -> int:
     """List what is damaged; 1 if that is anything."""
-    if len(paths) != 1:
-        raise ConfigurationError(f"--verify takes DST alone, got {len(paths)} paths.")
-    (root,) = paths
     # deferred: --help needs neither numpy nor Pillow
     from lightning_ring.data.shards import read_manifest, verify
 
@@ -116,19 +126,20 @@ def _verify(paths: Sequence[Path], workers: int) -> int:
     for problem in problems:
         print(problem)
     if problems:
-        found = _count(len(problems), "problem")
-        print(f"{root}: {found}. Restore these files, or pack the images again.", file=sys.stderr)
+        print(
+            f"{root}: {_count(len(problems), 'problem')}. Restore these files, or pack the images "
+            "again.",
+            file=sys.stderr,
+        )
         return 1
-    images, shards = _count(manifest.samples, "image"), _count(len(manifest.shards), "shard")
-    print(f"{root}: {images} in {shards}, all as they were packed.")
+    print(
+        f"{root}: {_count(manifest.samples, 'image')} in {_count(len(manifest.shards), 'shard')}, "
+        "all as they were packed."
+    )
     return 0
 
 
 def _pack(options: argparse.Namespace, workers: int) -> int:
-    if len(options.paths) != 2:
-        raise ConfigurationError(
-            f"expected SRC and DST, got {len(options.paths)} paths. See `lightning-ring pack -h`."
-        )
     source, target = options.paths
     from lightning_ring.data.packing.run import pack
     from lightning_ring.data.packing.sources import read_classes
@@ -187,19 +198,20 @@ def _summarise(manifest: Manifest, target: Path) -> None:
         f"{size:.1f} MiB ({done})"
     )
     if "added" in counts:
-        added, there = _count(counts["added"], "image"), counts["there"]
-        print(f"generation {manifest.generation}: {added} added, {there} were there already")
+        print(
+            f"generation {manifest.generation}: {_count(counts['added'], 'image')} added, "
+            f"{counts['there']} were there already"
+        )
     if number := counts["not turned"]:
         print(
             f"not turned: {_count(number, 'image')} with an EXIF orientation; --upright turns them"
         )
-    report = target / (f"{manifest.index}/report.csv" if manifest.generation else "report.csv")
+    report = f"{manifest.index}/report.csv" if manifest.generation else "report.csv"
     if counts.get("added") == 0:
-        report = target / NOT_ADDED
-    for what in ("left out", "empty class", "converted"):
-        number = counts.get("empty classes" if what == "empty class" else what, 0)
-        if number:
-            print(f"{what}: {number}, listed in {report}")
+        report = NOT_ADDED
+    for what in ("left out", "empty classes", "converted"):
+        if number := counts.get(what, 0):
+            print(f"{what}: {number}, listed in {target / report}")
 
 
 def _count(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from lightning_ring.cli.arguments import add_hosts, chosen_hosts
+from lightning_ring.cli.arguments import add_ranks, chosen_hosts
 from lightning_ring.cli.horovodrun import add_horovodrun, variables
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.launch.discovery import Discovery
@@ -43,18 +43,19 @@ def _parser() -> argparse.ArgumentParser:
         "they are ended.",
     )
     add = parser.add_argument
-    ranks = "number of ranks (default: all slots)"
-    add("-n", "-np", "--num-proc", dest="ranks", type=int, metavar="N", help=ranks)
-    discover = (
-        "a command that writes one host a line, run again and again: ranks start on new hosts"
-    )
-    where = add_hosts(parser).add_argument
-    where(
-        "--discover", "--host-discovery-script", dest="discover", metavar="COMMAND", help=discover
+    add_ranks(parser, "number of ranks (default: all slots)").add_argument(
+        "--discover",
+        "--host-discovery-script",
+        dest="discover",
+        metavar="COMMAND",
+        help="a command that writes one host a line, run again and again: ranks start on new hosts",
     )
     add("--dry-run", action="store_true", help="show the line and run nothing")
-    no_mpi = "plain processes on this host (Gloo or NCCL), no mpirun"
-    add("--no-mpi", action="store_true", help=no_mpi)
+    add(
+        "--no-mpi",
+        action="store_true",
+        help="plain processes on this host (Gloo or NCCL), no mpirun",
+    )
     elastic = parser.add_argument_group(
         "a job that goes on when ranks die (plain processes, an elastic strategy)"
     ).add_argument
@@ -65,45 +66,51 @@ def _parser() -> argparse.ArgumentParser:
         (("--slots-per-host",), "ranks on a host that --discover lists without slots (default: 1)"),
     ):
         elastic(*names, type=int, metavar="N", help=text)
-    wait = "seconds to wait for N ranks (default: 600)"
-    elastic("--wait-for-ranks", type=float, metavar="S", help=wait)
+    elastic(
+        "--wait-for-ranks",
+        type=float,
+        metavar="S",
+        help="seconds to wait for N ranks (default: 600)",
+    )
     elastic("--respawn", action="store_true", help="start a new process for each that dies")
     add_horovodrun(parser)
-    command = "a .py file runs in this Python"
-    add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=command)
+    add(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="a .py file runs in this Python",
+    )
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    hosts, discovery = chosen_hosts(options), _discovery(options)
-    if _is_elastic(options) and not hosts and discovery is None and "SLURM_JOB_ID" in os.environ:
+    hosts, discovery, elastic = chosen_hosts(options), _discovery(options), _is_elastic(options)
+    if elastic and not hosts and discovery is None and "SLURM_JOB_ID" in os.environ:
         hosts = hosts_of_allocation(os.environ)
-    if discovery is not None and options.ranks is None:
+    if discovery and options.ranks is None:
         options.ranks = options.min_ranks or 1
     if options.ranks is None and not hosts:
         raise ConfigurationError(
             "how many ranks? Say -n N, or give hosts and their slots, as in -H host1:4,host2:4."
         )
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
-    if ranks < 1:
-        raise ConfigurationError(f"-n {ranks}: the number of ranks must be 1 or more.")
     if hosts:
         check_slots(ranks, hosts)
-    here = discovery is None and (not hosts or any(host.is_local for host in hosts))
+    others = [host.name for host in hosts if not host.is_local]
+    here = discovery is None and (not hosts or len(others) < len(hosts))
     environ = dict(os.environ) | variables(options, here=here)
     command = resolve_command(options.command)
-    limits = _elastic_limits(options, ranks)
-    if limits is not None:
+    if elastic:
+        limits = _elastic_limits(options, ranks)
         if options.dry_run:
-            others = [host.name for host in hosts if not host.is_local]
             agents = f", started by agents on {', '.join(others)}" if others else ""
-            print(f"{ranks_of(limits.ranks, command)}{agents}")
+            print(f"{ranks_of(ranks, command)}{agents}")
             return 0
-        chosen = discovery is not None or options.hosts is not None or options.hostfile is not None
+        chosen = discovery or options.hosts or options.hostfile
         through = srun_line if "SLURM_JOB_ID" in os.environ and not chosen else ssh_line
         return ElasticJob(command, limits, environ, hosts, through, discovery).run()
     if options.no_mpi:
-        if any(not host.is_local for host in hosts):
+        if others:
             raise ConfigurationError(
                 "--no-mpi starts processes on this host only; leave -H and --hostfile out."
             )
@@ -125,10 +132,8 @@ def _is_elastic(options: argparse.Namespace) -> bool:
     return options.respawn or any(value is not None for value in given)
 
 
-def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | None:
-    """The limits of a job that goes on when ranks die; `None` for one that ends."""
-    if not _is_elastic(options):
-        return None
+def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits:
+    """The limits of a job that goes on when ranks die."""
     given = {name: getattr(options, name) for name in _LIMITS if getattr(options, name) is not None}
     limit = given.pop("respawn_limit", None)
     if limit is not None and (not options.respawn or limit < 1):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ring.cli.arguments import check_plot
+from lightning_ring.cli.arguments import check_output
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.trace_files import Merged, merge, timelines_in
+from lightning_ring.timeline.trace_files import Merged, merge
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,9 +20,18 @@ def main(arguments: Sequence[str]) -> int:
     Raises `ConfigurationError`: the command line is wrong, or there is nothing to merge.
     """
     options = _parser().parse_args(arguments)
-    check_plot(options.plot)
+    if options.plot:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigurationError(
+                "--plot needs matplotlib, which is not installed: `pip install matplotlib`."
+            )
+        if options.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise ConfigurationError(
+                f"--plot {options.plot}: the name of the file must end in .png, .svg or .pdf."
+            )
+        check_output("--plot", options.plot)
     names = _timelines(options.where)
-    if len(names) > 1 and (options.output is not None or options.plot is not None):
+    if len(names) > 1 and (options.output or options.plot):
         raise ConfigurationError(
             f"{options.where} holds several timelines: {', '.join(name.name for name in names)}. "
             f"Name one of them instead of the folder, such as {names[0]}."
@@ -34,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"lightning-ring timeline: {error}", file=sys.stderr)
             return 1
         complete = _report(merged) and complete
-        if options.plot is not None:
+        if options.plot:
             from lightning_ring.timeline.drawing import plot
 
             plot(merged.path, options.plot, options.steps)
@@ -53,10 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it")
     add("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR")
-    plot = "also draw some steps (.png, .svg or .pdf)"
-    add("--plot", type=Path, metavar="FILE", help=plot)
-    steps = "steps to draw (default: the last two whole ones)"
-    add("--steps", type=_steps, metavar="A-B", help=steps)
+    add("--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)")
+    add(
+        "--steps",
+        type=_steps,
+        metavar="A-B",
+        help="steps to draw (default: the last two whole ones)",
+    )
     return parser
 
 
@@ -73,22 +86,22 @@ def _steps(text: str) -> tuple[int, int]:
 def _timelines(where: Path) -> list[Path]:
     if not where.is_dir():
         return [where]
-    names = timelines_in(where)
-    if not names:
+    stems = {re.sub(r"\.rank\d+$", "", file.stem) for file in where.glob("?*.rank[0-9]*.jsonl")}
+    if not stems:
         raise ConfigurationError(
             f"{where} holds no timeline: there is no file such as trace.rank0.jsonl in it. Record "
             "one with RING_TIMELINE=trace.json or RingStrategy(timeline='trace.json')."
         )
-    return names
+    return [where / f"{stem}.json" for stem in sorted(stems)]
 
 
 def _report(merged: Merged) -> bool:
     print(
-        f"{merged.path}: {len(merged.ranks)} of {merged.world_size} rank(s), {merged.num_events} "
+        f"{merged.path}: {len(merged.others)} of {merged.world_size} rank(s), {merged.num_events} "
         "events. Open it in https://ui.perfetto.dev"
     )
-    for rank in merged.ranks:
-        clock = merged.others[rank]["rank"]["clock"]
+    for rank, other in merged.others.items():
+        clock = other["rank"]["clock"]
         if not clock["shared"]:
             print(f"rank {rank}: its clock is known to ±{clock['error'] * 1e6:.0f} µs")
     problems = []

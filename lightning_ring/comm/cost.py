@@ -28,7 +28,7 @@ NEARLY_EMPTY = 1 / 16  # of a bucket's cap
 LEAST_PIECE_BYTES = 4 * 2**20
 TCP_ALPHA_SECONDS = 200e-6  # a message between two hosts, with what the sender's interpreter adds
 _NODE_BANDWIDTH = 7e9  # bytes per second of two ranks that share memory, buckets larger than caches
-_PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # around the ring
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # around the ring
 
 
 def default_cap_mb(device_type: str, world_size: int) -> float:
@@ -91,7 +91,7 @@ class CostModel:
         """Time of ``collective`` on a tensor of ``num_bytes``, all shards together; 0 for one
         rank.
         """
-        steps = _PASSES[collective] * (world_size - 1)
+        steps = PASSES[collective] * (world_size - 1)
         return steps * (self.alpha_seconds + num_bytes / (world_size * self.bandwidth))
 
 
@@ -122,7 +122,7 @@ def fit(
     slopes = ((t2 - t1) / (s2 - s1) for (s1, t1), (s2, t2) in combinations(points, 2))
     slope = max(median(slopes), 0.0)
     intercept = max(median(time - slope * size for size, time in points), 0.0)
-    steps = _PASSES[collective] * (world_size - 1)
+    steps = PASSES[collective] * (world_size - 1)
     return CostModel(intercept / steps, steps / (world_size * slope) if slope > 0 else math.inf)
 
 

@@ -118,7 +118,7 @@ class HierarchicalCommunicator(RingCommunicator):
     ``peers`` tells, by local rank, which ranks ``across`` joins, in its order; the same list on
     every rank. ``policy`` is shared with the three, so that the first error ends what all of them
     have under way. The size of an all-reduce's pieces follows from its own and the number of nodes
-    (`num_nested_pieces`), unless ``piece_bytes`` is given.
+    (`num_nested_pieces`).
     """
 
     def __init__(
@@ -129,8 +129,6 @@ class HierarchicalCommunicator(RingCommunicator):
         across: Communicator,
         peers: Sequence[Sequence[int]],
         policy: WaitPolicy,
-        *,
-        piece_bytes: int | None = None,
     ) -> None:
         super().__init__(transport, policy)
         self._intra_first = intra_first
@@ -139,7 +137,6 @@ class HierarchicalCommunicator(RingCommunicator):
         self._peers = [list(ranks) for ranks in peers]
         by_shard = list(chain.from_iterable(peers))  # local rank first
         self._shard_indices = [by_shard.index(rank) for rank in range(len(by_shard))]
-        self._piece_bytes = piece_bytes
         self._before_across = CollectiveThread(policy)
         self._after_across = CollectiveThread(policy)
         self._threads += [self._before_across, self._after_across]
@@ -156,9 +153,8 @@ class HierarchicalCommunicator(RingCommunicator):
             memory.append(self._intra_first.empty(numel, dtype, device))
             return CompletedWork()
 
-        self._send(
-            describe("empty", dtype, f"{numel} elements"), lambda: [_PieceStages(intra_first=make)]
-        ).wait()
+        what = describe("empty", dtype, f"{numel} elements")
+        self._send(what, [_PieceStages(intra_first=make)]).wait()
         return memory[0]
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
@@ -174,13 +170,13 @@ class HierarchicalCommunicator(RingCommunicator):
             return _PieceStages(
                 intra_first=lambda: self._intra_first.reduce_scatter_(piece, op=nested, name=name),
                 across=lambda: self._across.all_reduce_(own, op=nested, name=name),
-                after_across=lambda: self._finish_(own, op, nested),
+                after_across=lambda: ring.finish_(own, op, self.world_size),
                 intra_last=lambda: self._intra_last.all_gather_(piece, name=name),
             )
 
         local_size, num_nodes = self._intra_first.world_size, self._across.world_size
         count = num_nested_pieces(flat.nbytes, local_size, num_nodes)
-        return self._send(what, lambda: [stages(piece) for piece in self._pieces(flat, count)])
+        return self._send(what, [stages(piece) for piece in ring.cut(flat, count)])
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
@@ -188,38 +184,24 @@ class HierarchicalCommunicator(RingCommunicator):
         what = of_tensor("reduce_scatter", flat, name, op.value)
         nested = _nested_op(op, flat.dtype)
         rows = PaddedRows(flat, self.world_size)
-
-        def pieces() -> list[_PieceStages]:
-            rows.load()
-            of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
-            return [
-                _PieceStages(
-                    intra_first=lambda: self._intra_first.reduce_scatter_(
-                        rows.flat, op=nested, name=name
-                    ),
-                    across=lambda: self._across.reduce_scatter_(of_node, op=nested, name=name),
-                    after_across=lambda: self._finish_(rows[self.shard_index], op, nested),
-                )
-            ]
-
-        return self._send(what, pieces, finish=lambda: rows.store(self.shard_index))
+        of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
+        stages = _PieceStages(
+            intra_first=lambda: self._intra_first.reduce_scatter_(rows.flat, op=nested, name=name),
+            across=lambda: self._across.reduce_scatter_(of_node, op=nested, name=name),
+            after_across=lambda: ring.finish_(rows[self.shard_index], op, self.world_size),
+        )
+        return self._send(what, [stages], rows.load, lambda: rows.store(self.shard_index))
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         flat = contiguous_flat(flat, "all_gather_")
         what = of_tensor("all_gather", flat, name)
         rows = PaddedRows(flat, self.world_size)
-
-        def pieces() -> list[_PieceStages]:
-            rows.load(self.shard_index)
-            of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
-            return [
-                _PieceStages(
-                    across=lambda: self._across.all_gather_(of_node, name=name),
-                    intra_last=lambda: self._intra_last.all_gather_(rows.flat, name=name),
-                )
-            ]
-
-        return self._send(what, pieces, finish=rows.store)
+        of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
+        stages = _PieceStages(
+            across=lambda: self._across.all_gather_(of_node, name=name),
+            intra_last=lambda: self._intra_last.all_gather_(rows.flat, name=name),
+        )
+        return self._send(what, [stages], lambda: rows.load(self.shard_index), rows.store)
 
     @property
     def is_nested(self) -> bool:
@@ -243,7 +225,7 @@ class HierarchicalCommunicator(RingCommunicator):
             across=across,
             intra_last=lambda: self._intra_last.all_gather_(flat, name=name),
         )
-        return self._send(what, lambda: [stages])
+        return self._send(what, [stages])
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         if tensor.nbytes <= DIRECT_BYTES:
@@ -266,7 +248,7 @@ class HierarchicalCommunicator(RingCommunicator):
             )
 
         count = ring.num_pieces(flat.numel(), flat.element_size(), LEAST_PIECE_BYTES)
-        return self._send(what, lambda: [stages(piece) for piece in self._pieces(flat, count)])
+        return self._send(what, [stages(piece) for piece in ring.cut(flat, count)])
 
     def close(self) -> None:
         if not self._closed:
@@ -277,16 +259,17 @@ class HierarchicalCommunicator(RingCommunicator):
     def _send(
         self,
         what: str,
-        pieces: Callable[[], list[_PieceStages]],
+        pieces: Sequence[_PieceStages],
+        prepare: Callable[[], object] = nothing,
         finish: Callable[[], object] = nothing,
     ) -> Work:
+        """``prepare`` is run once the ranks have agreed on the call."""
         work = _PipelinedWork(self._policy, finish)
 
         def run(_: Channel) -> None:
-            *others, last = pieces()
-            for piece in others:
-                self._start_stages(what, piece, work, is_last_piece=False)
-            self._start_stages(what, last, work, is_last_piece=True)
+            prepare()
+            for piece in pieces:
+                self._start_stages(what, piece, work, is_last_piece=piece is pieces[-1])
 
         work.agreed = self._start(what, run)
         return work
@@ -308,20 +291,9 @@ class HierarchicalCommunicator(RingCommunicator):
 
         self._before_across.submit(what, through_the_first)
 
-    def _pieces(self, flat: Tensor, count: int) -> list[Tensor]:
-        if self._piece_bytes is not None:
-            count = ring.num_pieces(flat.numel(), flat.element_size(), self._piece_bytes)
-        return ring.cut(flat, count)
-
-    def _finish_(self, own: Tensor, op: ReduceOp, nested: ReduceOp) -> None:
-        if nested is not op:
-            ring.finish_(own, op, self.world_size)
-
 
 def _nested_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
     """What each level does. An average divides once, after both; in 16 bits, where sums
     overflow, at each level.
     """
-    return (
-        ReduceOp.SUM if op is ReduceOp.AVG and dtype not in (torch.float16, torch.bfloat16) else op
-    )
+    return ReduceOp.SUM if op is ReduceOp.AVG and not ring.divides_first(dtype) else op

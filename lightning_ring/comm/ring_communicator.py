@@ -250,18 +250,24 @@ class RingCommunicator(Communicator):
             chosen = channel or self._channels.next(num_bytes)
             chosen.thread.check_open(what)
             self._num_calls += 1
-            call, late_calls, tag = self._num_calls, self.late_calls, 0
+            call, late_calls = self._num_calls, self.late_calls
             if late_calls is not None:
                 late_calls.begin(call, what)
-            if late_calls is not None and start is not None:
-                agree, tag = nothing, late_calls.tag(call, what)
+            steps: list[Callable[[], object]] = []
+            if start is not None and late_calls is not None:
+                # The tag is unique, so that the order does not matter: the thread sends. Here the
+                # caller would wait for Gloo's lock.
+                begin = functools.partial(start, late_calls.tag(call, what))
+                steps.append(lambda: self._under_way(begin)())
             else:
-                agree = self._under_way(self._announce(what)) if self._checked else nothing
-            finish = nothing if start is None else self._under_way(functools.partial(start, tag))
+                if self._checked:
+                    steps.append(self._under_way(self._announce(what)))
+                if start is not None:
+                    steps.append(self._under_way(functools.partial(start, 0)))
 
             def agree_and_run() -> None:
-                agree()
-                finish()
+                for step in steps:
+                    step()
                 run(chosen)
                 if late_calls is not None:
                     late_calls.end(call)

@@ -13,6 +13,9 @@ from PIL import Image
 # Of one image, as Pillow has it: 512 MiB of RGB. A file of a few hundred bytes may say any size.
 MAX_PIXELS = 178_956_970
 
+Data = bytes | npt.NDArray[np.uint8]
+"""An encoded image, or its pixels: height x width x 3."""
+
 
 def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
     """Pixels of an encoded image, height x width x 3, uint8. JPEGs release the GIL while they are
@@ -45,28 +48,26 @@ def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def gray_of_16_bits(image: Any) -> npt.NDArray[np.uint8] | None:
-    """8 bits of the gray pixels of ``image`` (of Pillow) if they reach from 0 to 65,535, else
-    None.
-    """
-    # Pillow holds 16 bits of a PNG in mode I, too, and scales those of a PGM to them
-    is_png = image.mode == "I" and image.format in ("PNG", "PPM")
-    if not is_png and not image.mode.startswith("I;16"):
-        return None
-    # Pillow's own conversion clips at 255
-    return (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
-
-
-def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
-    """Pixels of an image of Pillow, height x width x 3.
+def eight_bits(image: Any) -> Any:
+    """``image`` (of Pillow) as RGB or gray (L).
 
     Raises:
         ValueError: The range of its pixels is not known.
     """
-    if (gray := gray_of_16_bits(image)) is not None:
-        return np.repeat(gray[..., None], 3, axis=2)
+    # Pillow holds 16 bits of a PNG in mode I, too, and scales those of a PGM to them
+    is_png = image.mode == "I" and image.format in ("PNG", "PPM")
+    if is_png or image.mode.startswith("I;16"):
+        # Pillow's own conversion clips at 255
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(
             f"pixels of mode {image.mode} have no known range, expected 8 or 16 bits a channel"
         )
-    return np.array(image.convert("RGB"))
+    if image.mode in ("L", "RGB"):
+        return image
+    return image.convert("L" if image.mode == "1" else "RGB")
+
+
+def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
+    """Pixels of an image of Pillow, height x width x 3; raises as `eight_bits`."""
+    return np.array(eight_bits(image).convert("RGB"))

@@ -8,19 +8,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.shards import (
-    ByteRange,
-    ShardFiles,
-    ShardIndex,
-    check_lengths,
-    read_manifest,
-)
+from lightning_ring.data.shards import ShardFiles, ShardIndex, check_lengths, read_manifest
 from lightning_ring.errors import ShardError
 
 
@@ -52,10 +44,6 @@ class ShardDataset(Dataset[tuple[Any, int]]):
             or not as long as it was written.
     """
 
-    labels: npt.NDArray[np.int32]
-    classes: list[str]
-    fingerprint: str
-
     def __init__(
         self,
         root: str | PathLike[str],
@@ -83,9 +71,8 @@ class ShardDataset(Dataset[tuple[Any, int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither a copy of the index nor descriptors of this process travel to a spawned worker.
-        state = {
-            name: value for name, value in self.__dict__.items() if name not in ("_index", "_files")
-        }
+        state = self.__dict__.copy()
+        del state["_index"], state["_files"]
         if self.labels is self._index.labels:
             del state["labels"]
         return state
@@ -103,7 +90,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         return len(self._index)
 
     def __getitem__(self, i: SupportsIndex) -> tuple[Any, int]:
-        return self._sample(i, self.read(i))
+        return self.__getitems__([i])[0]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[tuple[Any, int]]:
         """One sample for each of ``indices``; torch's DataLoader asks for a batch this way."""
@@ -118,7 +105,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         Raises `ShardError`: its bytes are not those that were packed, by their CRC-32, or cannot be
         read.
         """
-        return self._read(i, self._index.place(i))
+        return self.read_many([i])[0]
 
     def read_many(self, indices: Sequence[SupportsIndex]) -> list[bytes]:
         """`read` for each of ``indices``: the disk is asked for all of them before the first is
@@ -126,7 +113,17 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         """
         places = [self._index.place(i) for i in indices]
         self._files.will_need(places)
-        return [self._read(i, place) for i, place in zip(indices, places, strict=True)]
+        images = []
+        for i, place in zip(indices, places, strict=True):
+            data = self._files.read(place)
+            if (found := zlib.crc32(data)) != place.crc32:
+                raise ShardError(
+                    f"{self.where(i)}: its bytes are not those that were packed: CRC-32 "
+                    f"{found:08x}, expected {place.crc32:08x}. `lightning-ring pack --verify "
+                    f"{self.root}` finds everything that is damaged."
+                )
+            images.append(data)
+        return images
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: its path in the image folder or in the CSV."""
@@ -145,19 +142,6 @@ class ShardDataset(Dataset[tuple[Any, int]]):
             f"{place.size} bytes"
         )
 
-    def _read(self, i: SupportsIndex, place: ByteRange) -> bytes:
-        data = self._files.read(place)
-        if (found := zlib.crc32(data)) == place.crc32:
-            return data
-        raise ShardError(
-            f"{self.where(i)}: its bytes are not those that were packed: CRC-32 {found:08x}, "
-            f"expected {place.crc32:08x}. {self._how_to_verify}"
-        )
-
-    @property
-    def _how_to_verify(self) -> str:
-        return f"`lightning-ring pack --verify {self.root}` finds everything that is damaged."
-
     def _sample(self, i: SupportsIndex, data: bytes) -> tuple[Any, int]:
         image: Any = data
         if self.decode:
@@ -165,6 +149,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
                 image = torch.from_numpy(decode_rgb(data)).permute(2, 0, 1)
             except (ValueError, OSError) as error:
                 raise ShardError(
-                    f"{self.where(i)}, cannot be decoded: {error}. {self._how_to_verify}"
+                    f"{self.where(i)}, cannot be decoded: {error}. `lightning-ring pack --verify "
+                    f"{self.root}` finds everything that is damaged."
                 ) from error
         return image if self.transform is None else self.transform(image), int(self.labels[i])

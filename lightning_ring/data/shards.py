@@ -41,7 +41,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property, lru_cache
 from io import FileIO
 from itertools import accumulate
@@ -56,9 +56,8 @@ from lightning_ring.host import most_open_files
 
 MANIFEST = "manifest.json"
 REPORT = "report.csv"
-FORMAT = "lightning_ring shards"
-STAMPS = "stamps.npy"
 VERSION = 3
+_HEAD = {"format": "lightning_ring shards", "version": VERSION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +104,9 @@ class Manifest:
         """The same for two folders if and only if they hold the same images, labels, names and
         order.
         """
-        shards = [[shard.name, shard.bytes, shard.samples, shard.sha256] for shard in self.shards]
-        # times of files
-        files = {name: sha256 for name, sha256 in self.files.items() if not name.endswith(STAMPS)}
-        content = [VERSION, self.classes, shards, files]
+        # not the times of files
+        files = {name: sha for name, sha in self.files.items() if not name.endswith("stamps.npy")}
+        content = [VERSION, self.classes, [astuple(shard) for shard in self.shards], files]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -117,24 +115,13 @@ class Manifest:
         return index_folder(self.generation)
 
     def to_json(self) -> str:
-        head = {
-            "format": FORMAT,
-            "version": VERSION,
-            "samples": self.samples,
-            "fingerprint": self.fingerprint,
-        }
-        return json.dumps(head | asdict(self), indent=1, ensure_ascii=True) + "\n"
+        head = _HEAD | {"samples": self.samples, "fingerprint": self.fingerprint}
+        return json.dumps(head | asdict(self), indent=1) + "\n"
 
 
-_OTHERS = {
-    "classes": list,
-    "files": dict,
-    "source": str,
-    "identity": str,
-    "settings": dict,
-    "counts": dict,
-    "generation": int,
-}
+NO_SET = Manifest([], [], {}, source="", identity="", settings={}, counts={}, generation=-1)
+"""What the first images of a set are added to."""
+
 # It leads nowhere but into the folder.
 _PATH = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")
 
@@ -174,18 +161,24 @@ def _read(root: Path, path: Path) -> Manifest:
     try:
         fields = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ShardError(f"{path} is not there. {_instead_of_manifest(root)}") from None
+        what_next = (
+            "Packing into this folder has not finished: run the same `lightning-ring pack` again, "
+            "it goes on."
+            if (root / ".packing").is_dir()
+            else "`lightning-ring pack SRC DST` makes a folder of packed shards from images."
+        )
+        raise ShardError(f"{path} is not there. {what_next}") from None
     except (ValueError, OSError, RecursionError) as error:
         raise ShardError(
             f"{path} cannot be read: {error}. Restore it, or pack the images again."
         ) from None
-    head = {"format": FORMAT, "version": VERSION}
-    found = {name: fields.get(name) for name in head} if isinstance(fields, dict) else {}
-    if found != head:
-        raise ShardError(f"{path} has {found}, expected {head}: pack the images again.")
+    found = {name: fields.get(name) for name in _HEAD} if isinstance(fields, dict) else {}
+    if found != _HEAD:
+        raise ShardError(f"{path} has {found}, expected {_HEAD}: pack the images again.")
     try:
-        shards = [Shard(**shard) for shard in fields["shards"]]
-        manifest = Manifest(shards=shards, **{name: fields[name] for name in _OTHERS})
+        values = {name: fields[name] for name in asdict(NO_SET)}
+        values["shards"] = [Shard(**shard) for shard in values["shards"]]
+        manifest = Manifest(**values)
         _check_values(manifest)
         if manifest.fingerprint != fields["fingerprint"]:
             raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
@@ -198,8 +191,8 @@ def _read(root: Path, path: Path) -> Manifest:
 
 def _check_values(manifest: Manifest) -> None:
     """Raises `KeyError`: a value that somebody may have written who means harm."""
-    for name, kind in _OTHERS.items():
-        if type(getattr(manifest, name)) is not kind:
+    for name, empty in asdict(NO_SET).items():
+        if type(getattr(manifest, name)) is not type(empty):
             raise KeyError(name)
     shards = manifest.shards
     numbers = [shard.bytes for shard in shards] + [shard.samples for shard in shards]
@@ -215,15 +208,6 @@ def _check_values(manifest: Manifest) -> None:
     index = (f"{manifest.index}/{name}" for name in INDEX_FILES)
     if missing := {REPORT, *index} - manifest.files.keys():
         raise KeyError(f"the checksum of {min(missing)}")
-
-
-def _instead_of_manifest(root: Path) -> str:
-    if (root / ".packing").is_dir():
-        return (
-            "Packing into this folder has not finished: run the same `lightning-ring pack` again, "
-            "it goes on."
-        )
-    return "`lightning-ring pack SRC DST` makes a folder of packed shards from images."
 
 
 def file_sha256(path: Path) -> str:
@@ -263,15 +247,13 @@ def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
 
 BLOCK = 512
 NAMES = "names.txt"
-# dtype, and values a row
-COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
-    "labels": (np.dtype("<i4"), 1),
-    "places": (np.dtype("<u4"), 3),
-    "name_ends": (np.dtype("<i8"), 1),
-    "stamps": (np.dtype("<u8"), 1),
+# dtype and shape of a row
+COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "labels": ("int32", ()),
+    "places": ("uint32", (3,)),
+    "name_ends": ("int64", ()),
+    "stamps": ("uint64", ()),
 }
-
-
 INDEX_FILES = (NAMES, *(f"{column}.npy" for column in COLUMNS))
 
 
@@ -302,19 +284,12 @@ class ShardIndex:
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
-        self._root = root
+        self._folder = root / manifest.index
         self._manifest = manifest
-        self._samples = manifest.samples
         self._starts = list(accumulate((shard.samples for shard in manifest.shards), initial=0))
-        self.classes = manifest.classes
         self.labels = self.column("labels")
-        self._check("labels.npy")
+        self.check("labels.npy")
         self._places = self.column("places")
-
-    def check_all(self) -> None:
-        """Raises `ShardError`: a file of the index is not as it was written."""
-        for name in INDEX_FILES:
-            self._check(name)
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One array, mapped read-only.
@@ -322,11 +297,11 @@ class ShardIndex:
         Raises `ShardError`: the file is missing, is no such array, or has not one row an image.
         """
         values = self._mapped(f"{name}.npy", _map_array)
-        dtype, width = COLUMNS[name]
-        shape = (self._samples, width)[: 1 + (width > 1)]
+        dtype, row = COLUMNS[name]
+        shape = len(self), *row
         if values.shape != shape or values.dtype != dtype:
             raise ShardError(
-                f"{self._path(name)}.npy holds {values.dtype} of shape {values.shape}, expected "
+                f"{self._folder / name}.npy holds {values.dtype} of shape {values.shape}, expected "
                 f"{dtype} of shape {shape}, one row for each image of the manifest. Restore it, or "
                 "pack the images again."
             )
@@ -337,15 +312,12 @@ class ShardIndex:
         """All names, a byte between any two, and where each of them ends."""
         ends = self.column("name_ends")
         names = self._mapped(NAMES, lambda path: np.memmap(path, np.uint8, "r"))
-        self._check("name_ends.npy")
-        self._check(NAMES)
+        self.check("name_ends.npy")
+        self.check(NAMES)
         return names, ends
 
-    def _path(self, name: str) -> Path:
-        return self._root / self._manifest.index / name
-
     def _mapped(self, name: str, load: Callable[[Path], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        path = self._path(name)
+        path = self._folder / name
         try:
             # A plain array over the same mapping: indexing a np.memmap costs several times as much.
             return load(path).view(np.ndarray)
@@ -355,30 +327,31 @@ class ShardIndex:
                 f"{path} cannot be mapped: {error}. Restore it, or pack the images again."
             ) from None
 
-    def _check(self, name: str) -> None:
+    def check(self, name: str) -> None:
+        """Raises `ShardError`: this file of the index is not as it was written."""
         sha256 = self._manifest.files[f"{self._manifest.index}/{name}"]
-        if problem := damage(self._path(name), sha256):
+        if problem := damage(self._folder / name, sha256):
             raise ShardError(f"{problem}. Restore it, or pack the images again.")
 
     def __len__(self) -> int:
-        return self._samples
+        return self._starts[-1]
 
     def place(self, i: SupportsIndex) -> ByteRange:
-        i = range(self._samples)[i]
+        i = range(len(self))[i]
         block, size, crc32 = self._places[i].tolist()
         shard = bisect_right(self._starts, i) - 1
         end = self._manifest.shards[shard].bytes
         # the CRC-32 of no bytes is 0: a page of zeros would pass for an image
         if not 0 < size <= end - block * BLOCK:
             raise ShardError(
-                f"{self._path('places.npy')} is damaged: image {i} has {size} bytes at "
+                f"{self._folder / 'places.npy'} is damaged: image {i} has {size} bytes at "
                 f"{block * BLOCK} in it, and its shard ends at {end}. Restore it."
             )
         return ByteRange(shard, block * BLOCK, size, crc32)
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""
-        i = range(self._samples)[i]
+        i = range(len(self))[i]
         names, ends = self.names
         start = int(ends[i - 1]) + 1 if i else 0
         return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")

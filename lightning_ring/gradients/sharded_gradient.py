@@ -244,13 +244,9 @@ def _is_elementwise(func: Any) -> bool:
         return True
     if name.startswith("_foreach_"):  # these have no tags
         operator = getattr(aten, name.removeprefix("_foreach_"), None)
-        found = (
-            [getattr(operator, overload) for overload in operator.overloads()]
-            if operator is not None
-            else []
-        )
+        overloads = () if operator is None else operator.overloads()
         return name not in ("_foreach_max", "_foreach_min") and any(
-            torch.Tag.pointwise in one.tags for one in found
+            torch.Tag.pointwise in getattr(operator, one).tags for one in overloads
         )
     gives_tensor = all(isinstance(value.type, torch.TensorType) for value in schema.returns)
     return (

@@ -46,6 +46,12 @@ def started_gpus() -> Iterator[tuple[str, Any]]:
             yield kind, module
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was queued; nothing on a CPU."""
+    if is_gpu(device):
+        gpu_module(device).synchronize(device)
+
+
 def timed_event(device: torch.device) -> Any:
     """An event that tells times, not recorded yet."""
     return gpu_module(device).Event(enable_timing=True)

@@ -12,8 +12,7 @@ import torch
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.comm.timing import now
-from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.timeline.clocks import DeviceClock
+from lightning_ring.host.accelerator import synchronize
 from lightning_ring.timeline.recorder import FORWARD, OPTIMIZER, STEPS
 from lightning_ring.timeline.session import Session, start_session
 
@@ -30,8 +29,7 @@ def open_timeline(
         path = comm.broadcast_object(path, name="timeline path")
     if path is None:
         return None
-    clock = DeviceClock(device) if is_gpu(device) else None
-    session = start_session(path, comm, about=about, seconds_of=clock)
+    session = start_session(path, comm, about=about, device=device)
     return LoopTimeline(session, device, listeners)
 
 
@@ -69,9 +67,8 @@ class LoopTimeline:
     def finish(self) -> None:
         """End the recording; rank 0 merges. Twice is fine."""
         if self._detach():
-            if is_gpu(self._device):
-                # what it has not come to would be left out
-                gpu_module(self._device).synchronize(self._device)
+            # what it has not come to would be left out
+            synchronize(self._device)
             self._session.finish()
 
     def abandon(self) -> None:

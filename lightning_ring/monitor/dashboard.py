@@ -34,19 +34,20 @@ class Dashboard:
     """
 
     def __init__(self, trainer: Trainer, *, begins: bool = True) -> None:
-        self._loggers = [one for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
         if begins:
             _log_hyperparameters(trainer)
+        loggers = [one for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
+        self._writers: list[Any] = [logger.experiment for logger in loggers]
         charts = layout(trainer)
-        for logger in self._loggers:
-            # a writer takes one layout, a logger several fits
-            if not getattr(logger, "_ring_layout_written", False):
-                logger.experiment.add_custom_scalars(charts)
-                logger._ring_layout_written = True  # type: ignore[attr-defined]
+        for writer in self._writers:
+            # it takes one layout, in several fits
+            if not getattr(writer, "_ring_layout_written", False):
+                writer.add_custom_scalars(charts)
+                writer._ring_layout_written = True
 
     def add_histograms(self, report: RingReport) -> None:
-        for logger in self._loggers if report.trust_ratios.numel() else ():
-            logger.experiment.add_histogram("ring/trust_ratio", report.trust_ratios, report.step)
+        for writer in self._writers if report.trust_ratios.numel() else ():
+            writer.add_histogram("ring/trust_ratio", report.trust_ratios, report.step)
 
     def record_start(self, trainer: Trainer) -> None:
         """A table of versions, hosts and devices, and the number of ranks as a scalar."""
@@ -56,8 +57,8 @@ class Dashboard:
             cell = " ".join(value.replace("|", "\\|").split())
             rows.append(f"| {name} | {cell} |")
         self.add_text("ring/environment", "\n".join(rows), trainer.global_step)
-        for logger in self._loggers:
-            logger.experiment.add_scalar("ring/world_size", trainer.world_size, trainer.global_step)
+        for writer in self._writers:
+            writer.add_scalar("ring/world_size", trainer.world_size, trainer.global_step)
 
     def record_end(self, trainer: Trainer, error: BaseException | None = None) -> None:
         """ "finished", or the error that ended the fit, also that of another rank where it is
@@ -67,8 +68,8 @@ class Dashboard:
         self.add_text("ring/end", text, trainer.global_step)
 
     def add_text(self, tag: str, text: str, step: int) -> None:
-        for logger in self._loggers:
-            logger.experiment.add_text(tag, text, step)
+        for writer in self._writers:
+            writer.add_text(tag, text, step)
 
 
 # Pages, charts, and expressions for the tags in each. TensorBoard gives all lines of a run one

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.host.accelerator import synchronize
 from lightning_ring.monitor.ring_monitor import MonitorFailures, first_dimension
 
 ON_DEVICE, ON_HOST, REPLAYED, REAL = SOURCES = (
@@ -97,11 +97,11 @@ class GapReport:
 
     def table(self) -> str:
         """Plain text: images per second a source, the gap, the waiting, the verdict."""
-        speeds = self.images_per_second
+        speeds = self.images_per_second.items()
         lines = [
             f"gap meter, {len(self.ranks)} rank(s), {self.ranks[0].batch_size} images a rank and "
             "step",
-            *(f"{source:<23}  {speeds[source]:>10.1f} images/s" for source in SOURCES),
+            *(f"{source:<23}  {speed:>10.1f} images/s" for source, speed in speeds),
             f"gap between synthetic and real: {100 * self.gap:.1f} %",
             f"share of a step spent waiting for data on rank {self.waiting_rank}: "
             f"p50 {100 * self.wait_p50:.1f} %, p95 {100 * self.wait_p95:.1f} %",
@@ -120,33 +120,23 @@ def judge(ranks: Sequence[RankTimes]) -> GapReport:
     speed = {source: images / max(times.step[source] for times in ranks) for source in SOURCES}
     gap = (speed[ON_DEVICE] - speed[REAL]) / speed[ON_DEVICE]
     waits = [sorted(times.waits) for times in ranks]
-    medians = [shares[len(shares) // 2] for shares in waits]
-    waiting = medians.index(max(medians))
-    longest = waits[waiting]
-    return GapReport(
-        images_per_second=speed,
-        gap=gap,
-        wait_p50=medians[waiting],
-        wait_p95=longest[int(0.95 * len(longest))],
-        waiting_rank=waiting,
-        bottleneck=_bottleneck(gap, ranks[waiting]),
-        ranks=ranks,
-    )
+    longest = max(waits, key=lambda shares: shares[len(shares) // 2])
+    waiting = waits.index(longest)
+    p50, p95 = longest[len(longest) // 2], longest[int(0.95 * len(longest))]
+    return GapReport(speed, gap, p50, p95, waiting, _bottleneck(gap, ranks[waiting]), ranks)
 
 
 def _bottleneck(gap: float, rank: RankTimes) -> str:
     if gap <= SMALL_GAP:
         return "none"
-    copying = rank.step[ON_HOST] - rank.step[ON_DEVICE]
-    if rank.copies and copying > (rank.step[REAL] - rank.step[ON_DEVICE]) / 2:
+    step = rank.step
+    if rank.copies and step[ON_HOST] > (step[REAL] + step[ON_DEVICE]) / 2:
         return "copying to the device"
     return _PARTS[rank.loader.index(max(rank.loader))]
 
 
-def loader_cost(
-    loader: Any, batch_size: int, seconds_per_batch: float, num_batches: int = 2
-) -> LoaderCost:
-    """Make ``num_batches`` of the training loader's data set in this thread, and measure the parts.
+def loader_cost(loader: Any, batch_size: int, seconds_per_batch: float) -> LoaderCost:
+    """Make two batches of the training loader's data set in this thread, and measure the parts.
 
     Time in the data set during which this thread ran, or was ready to and waited for a core, is
     decoding and transforms; time that it slept is reading, which waits for storage.
@@ -155,15 +145,15 @@ def loader_cost(
     loader that measures itself (``loader.cost()``, as `lightning_ring.data`'s) is believed.
     """
     if hasattr(loader, "cost"):
-        reading, decoding, handing_over = loader.cost()
-        return reading, decoding, handing_over
+        cost: LoaderCost = loader.cost()
+        return cost
     # an IterableDataset has a __getitem__, which raises; without a batch sampler only the sampler
     # knows the indices
     by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None
     if not by_index or isinstance(dataset := loader.dataset, IterableDataset):
         return 0.0, 0.0, seconds_per_batch
     wall = worked = collated = 0.0
-    for number in range(num_batches):
+    for number in range(2):
         begin, ready = time.perf_counter(), _seconds_ready()
         indices = [(number * batch_size + index) % len(dataset) for index in range(batch_size)]
         if hasattr(dataset, "__getitems__"):
@@ -171,10 +161,10 @@ def loader_cost(
         else:
             items = [dataset[index] for index in indices]
         read = time.perf_counter()
-        wall += (read - begin) / num_batches
-        worked += (_seconds_ready() - ready) / num_batches
+        wall += (read - begin) / 2
+        worked += (_seconds_ready() - ready) / 2
         loader.collate_fn(items)
-        collated += (time.perf_counter() - read) / num_batches
+        collated += (time.perf_counter() - read) / 2
     explained = (wall + collated) / max(1, loader.num_workers)
     handing_over = collated + max(0.0, seconds_per_batch - explained)
     return max(0.0, wall - worked), worked, handing_over
@@ -241,9 +231,8 @@ class GapMeter(Callback):
         # an iteration of its own: Lightning has begun that of the first epoch
         theirs: Any = trainer.fit_loop._combined_loader
         loader = CombinedLoader(theirs.iterables, theirs._mode)
-        mine = _Measurement(trainer, pl_module, self.steps, loader).run(
-            self.rounds, self.batch_size
-        )
+        measurement = _Measurement(trainer, pl_module, self.steps, loader)
+        mine = measurement.run(self.rounds, self.batch_size)
         loader.reset()
         everyone: list[Any] = [mine] * trainer.world_size
         if trainer.world_size > 1:
@@ -265,9 +254,12 @@ class _Measurement:
         replayed = [next(real) for _ in range(4)]
         self.first = replayed[0]
         synthetic = tree_map(_noise, self.first)
-        self.device = self._to_device(synthetic)
-        batches = repeat(self.device), repeat(synthetic), cycle(replayed), real
-        self.sources: dict[str, Iterator[Any]] = dict(zip(SOURCES, batches, strict=True))
+        self.sources: dict[str, Iterator[Any]] = {
+            ON_DEVICE: repeat(self._to_device(synthetic)),
+            ON_HOST: repeat(synthetic),
+            REPLAYED: cycle(replayed),
+            REAL: real,
+        }
         self.times: dict[str, list[float]] = defaultdict(list)
         self.waits: list[float] = []
         self.fetches: list[float] = []
@@ -283,13 +275,9 @@ class _Measurement:
         # as of a loader that cannot be asked
         unknown = 0.0, 0.0, fetching
         arguments = self.loader.flattened[0], batch_size, fetching
-        return RankTimes(
-            batch_size=batch_size,
-            loader=MonitorFailures().run("loader's cost", unknown, loader_cost, *arguments),
-            step={source: median(times) for source, times in self.times.items()},
-            waits=self.waits,
-            copies=self.module.device.type != "cpu",
-        )
+        cost = MonitorFailures().run("loader's cost", unknown, loader_cost, *arguments)
+        steps = {source: median(times) for source, times in self.times.items()}
+        return RankTimes(batch_size, cost, steps, self.waits, self.module.device.type != "cpu")
 
     def _block(self, source: str) -> None:
         """Steps of the optimizer on one source; the second half of them counts."""
@@ -301,11 +289,12 @@ class _Measurement:
                 batch = next(self.sources[source])
                 fetching += time.perf_counter() - before
                 self._train(batch if source == ON_DEVICE else self._to_device(batch), number)
-                self._wait_for_device()
+                synchronize(self.module.device)
             seconds = time.perf_counter() - begin
-            if step >= steps // 2:
-                self.times[source].append(seconds / self.accumulated)
-            if step >= steps // 2 and source == REAL:
+            if step < steps // 2:
+                continue
+            self.times[source].append(seconds / self.accumulated)
+            if source == REAL:
                 self.waits.append(fetching / seconds)
                 self.fetches.append(fetching / self.accumulated)
 
@@ -325,10 +314,6 @@ class _Measurement:
         batch = self.trainer.precision_plugin.convert_input(batch)
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
-
-    def _wait_for_device(self) -> None:
-        if is_gpu(self.module.device):
-            gpu_module(self.module.device).synchronize(self.module.device)
 
 
 def _noise(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.host.accelerator import synchronize
 from lightning_ring.monitor.step_times import PHASES, StepRecord, StepTimer
 from lightning_ring.tools.plan.inputs import Gradient, Phases, Profile, Run, write_profile
 
@@ -59,17 +59,17 @@ class RingProfile(Callback):
         self._timer = StepTimer.attach(trainer, self._on_step)
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        records = self._timer is not None and self._seen >= self.warmup
+        records = self._timer and self._seen >= self.warmup
         self._began = now(trainer.strategy.root_device) if records else None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._seen += 1
-        if self._timer is not None and self._seen == self.warmup + self.steps:
+        if self._timer and self._seen == self.warmup + self.steps:
             self._stop(trainer)
             self._write(trainer, pl_module)
 
     def on_train_end(self, *_: Any) -> None:
-        if self._timer is not None:
+        if self._timer:
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote nothing: training ended after {self._seen} "
                 f"steps, and it needs {self.warmup + self.steps} (warmup and steps)."
@@ -88,7 +88,7 @@ class RingProfile(Callback):
             return "record manual optimization: Lightning does not say when backward begins."
         if batches != 1:
             return f"record steps of several batches: accumulate_grad_batches is {batches}. Set 1."
-        averages = algorithm is not None and not algorithm.steps_alone and not algorithm.sharded
+        averages = algorithm and not algorithm.steps_alone and not algorithm.sharded
         if trainer.world_size > 1 and not averages:
             return (
                 f"record {type(algorithm or strategy).__name__} on {trainer.world_size} ranks. "
@@ -114,29 +114,36 @@ class RingProfile(Callback):
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        if self._timer is not None:
+        if self._timer:
             self._timer.detach(trainer, self._on_step)
         self._timer = self._began = None
 
     def _write(self, trainer: Trainer, module: LightningModule) -> None:
         strategy: Any = trainer.strategy
-        if is_gpu(device := strategy.root_device):
-            gpu_module(device).synchronize(device)
+        device = strategy.root_device
+        synchronize(device)
         gradients = self._gradients(module)
         steps = [record.times() for record in self._steps]
         middle = {part: median(getattr(one, part) for one in steps) for part in (*PHASES, "other")}
         # Backward ends with its last gradient, and waits for nobody.
         phases = Phases(**middle | {"backward": gradients[-1].ready})
         if trainer.world_size > 1:
-            own = phases, gradients
-            everyones = strategy.communicator.all_gather_object(own, name="profiles")
+            everyones = strategy.communicator.all_gather_object(
+                (phases, gradients), name="profiles"
+            )
             phases, gradients = max(everyones, key=lambda one: one[0].forward + one[0].backward)
         if trainer.is_global_zero:
             num_parameters = sum(param.numel() for param in module.parameters())
             environment = getattr(strategy, "ring_environment", None)
             nodes = trainer.num_nodes if environment is None else environment.num_nodes()
-            ran = trainer.world_size, int(nodes), device.type, self.steps
-            run = Run(*ran, type(module).__name__, num_parameters)
+            run = Run(
+                trainer.world_size,
+                int(nodes),
+                device.type,
+                self.steps,
+                type(module).__name__,
+                num_parameters,
+            )
             write_profile(Profile(run, phases, tuple(gradients)), self.path)
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan "

@@ -14,9 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_iter
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.ring_report import (
@@ -31,17 +30,10 @@ from lightning_ring.monitor.ring_report import (
     learning_rates,
     trust_ratios,
 )
-from lightning_ring.monitor.step_times import StepTimer, StepTimes, StepWindow
+from lightning_ring.monitor.step_times import StepTimes, StepWindow
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-# parts of what a monitor shows that fail, and are left out, by themselves
-_TIMES = "step times"
-_OPTIMIZERS = "numbers of the optimizers"
-_SKIPPED = "skipped steps"
-_PAGES = "TensorBoard pages"
-_REPORT = "report"
 
 
 class MonitorFailures:
@@ -80,7 +72,7 @@ def first_dimension(batch: Any) -> int:
 
     Raises `TypeError`: there is no tensor with a batch dimension.
     """
-    for leaf in tree_leaves(batch):
+    for leaf in tree_iter(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)
     raise TypeError(
@@ -137,14 +129,14 @@ class RingMonitor(Callback):
             fit.tell(Dashboard.record_start, trainer)
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        if self.fit is not None:
+        if self.fit:
             self._receive(trainer, self.fit, wait=True)
             self.fit.tell(Dashboard.record_end, trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if self.fit is not None:
+        if self.fit:
             self.fit.tell(Dashboard.record_end, trainer, exception)
         self._close(trainer)
 
@@ -153,7 +145,7 @@ class RingMonitor(Callback):
 
     def _close(self, trainer: Trainer) -> None:
         fit, self.fit = self.fit, None
-        if fit is not None:
+        if fit:
             fit.close(trainer)
 
     def on_ranks_changed(self, trainer: Trainer, scalars: dict[str, float], text: str) -> None:
@@ -173,9 +165,9 @@ class RingMonitor(Callback):
     # -- training
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        if self.fit is not None:
+        if self.fit:
             # what happened since the last step is no part of training
-            self.fit.timer.restart()
+            self.fit.window.timer.restart()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -183,14 +175,14 @@ class RingMonitor(Callback):
         fit = self.fit
         if fit is None:
             return
-        if fit.skipped is not None:
+        if fit.skipped:
             fit.skipped.announced += 1
         if self._logs_this_step(trainer, fit):
             fit.squares[optimizer] = fit.run(
-                "gradient norms", _unknown(), gradient_squares, trainer.strategy, optimizer
+                "gradient norms", UNKNOWN, gradient_squares, trainer.strategy, optimizer
             )
             # After the step a schedule has set the next one's.
-            fit.rates = fit.run(_OPTIMIZERS, {}, learning_rates, trainer.optimizers)
+            fit.rates = fit.run("numbers of the optimizers", {}, learning_rates, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -209,13 +201,12 @@ class RingMonitor(Callback):
 
     def _logs_this_step(self, trainer: Trainer, fit: _Fit) -> bool:
         """The same on every rank: nothing in it is known to one rank only."""
-        automatic = trainer.lightning_module.automatic_optimization
-        if automatic and trainer.fit_loop._should_accumulate():
+        every, loop = fit.log_every_n_steps, trainer.fit_loop
+        due = every > 0 and (loop.epoch_loop._batches_that_stepped + 1) % every == 0
+        if not due and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return True
-        number = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-        return fit.log_every_n_steps > 0 and number % fit.log_every_n_steps == 0
+        manual = not trainer.lightning_module.automatic_optimization
+        return manual or not loop._should_accumulate()
 
     # -- one row a rank
 
@@ -224,22 +215,29 @@ class RingMonitor(Callback):
         it.
         """
         device, is_zero = trainer.strategy.root_device, trainer.is_global_zero
-        times = fit.run(_TIMES, StepTimes.unknown(), fit.take, trainer.world_size)
+        times = fit.run("step times", StepTimes.unknown(), fit.window.take, trainer.world_size)
         memory = fit.run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
-        count = fit.skipped.count if fit.skipped is not None else lambda: nothing
-        skipped, uncounted = fit.run(_SKIPPED, nothing, count)
-        squares = [fit.squares.get(optimizer, _unknown()) for optimizer in trainer.optimizers]
+        skipped, uncounted = nothing
+        if fit.skipped:
+            skipped, uncounted = fit.run("skipped steps", nothing, fit.skipped.count)
+        squares = [fit.squares.get(optimizer, UNKNOWN) for optimizer in trainer.optimizers]
         fit.squares.clear()
+
+        algorithm: Any = getattr(trainer.strategy, "algorithm", None)
 
         def exchange() -> RowExchange:
             # the rank may change where others die
             row = RankRow(trainer.global_rank, skipped, times, memory)
-            return RowExchange(_communicator(trainer), row, [uncounted, *squares], device)
+            comm = getattr(trainer.strategy, "communicator", None)
+            if algorithm and not algorithm.steps_together:
+                # no rank may wait for another one between two steps: each has its own row
+                comm = None
+            return RowExchange(comm, row, [uncounted, *squares], device)
 
         # on their way to the host before the rows are sent
         optimizers = trainer.optimizers if is_zero else []
-        ratios = fit.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
+        ratios = fit.run("numbers of the optimizers", torch.empty(0), trust_ratios, optimizers)
         # where ranks may die all of them have to get the same rows
         together = getattr(trainer.strategy, "call_together", None)
         rows = exchange() if together is None else together(lambda: exchange().table())
@@ -253,20 +251,20 @@ class RingMonitor(Callback):
             return
         fit.pending = None
         pending.wait()
-        report = fit.run(_REPORT, None, pending.report)
+        report = fit.run("report", None, pending.report)
         if report is None:
             return
         self.report = report
         if not trainer.is_global_zero:
             return
-        scalars = fit.run(_REPORT, {}, report.scalars)
+        scalars = fit.run("report", {}, report.scalars)
         algorithm = getattr(trainer.strategy, "algorithm", None)
-        if (metrics := getattr(algorithm, "metrics", None)) is not None:
+        if metrics := getattr(algorithm, "metrics", None):
             scalars |= {f"ring/{name}": value for name, value in metrics().items()}
         # what is always 0 gets no chart
         fit.logged.update(name for name, value in scalars.items() if value)
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
-        if (changes := getattr(trainer.strategy, "rank_changes", None)) is not None:
+        if changes := getattr(trainer.strategy, "rank_changes", None):
             scalars |= changes.scalars()
         for logger in trainer.loggers if scalars else ():
             # an error in it is the user's to see, as under DDP
@@ -290,11 +288,10 @@ class _Fit(MonitorFailures):
         # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows
         # when rank 0 logs
         self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        self.window = StepWindow(getattr(trainer.strategy, "listeners", []))
-        self.timer = StepTimer.attach(trainer, self.window.on_step)
+        self.window = StepWindow(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.run(
-            _SKIPPED, None, SkippedSteps, trainer.optimizers, scaler
+            "skipped steps", None, SkippedSteps, trainer.optimizers, scaler
         )
         if getattr(trainer.strategy, "communicator", None) is None and trainer.world_size > 1:
             rank_zero_warn(
@@ -310,38 +307,17 @@ class _Fit(MonitorFailures):
 
     def open_pages(self, trainer: Trainer, begins: bool = True) -> None:
         """On rank 0."""
-        self.dashboard = self.run(_PAGES, None, Dashboard, trainer, begins=begins)
+        self.dashboard = self.run("TensorBoard pages", None, Dashboard, trainer, begins=begins)
 
     def tell(self, what: Callable[..., None], *arguments: Any) -> None:
         """Call a method of the dashboard, on rank 0."""
-        if self.dashboard is not None:
-            self.run(_PAGES, None, what, self.dashboard, *arguments)
-
-    def take(self, world_size: int) -> StepTimes:
-        """Raises `RuntimeError`: steps could not be timed."""
-        if self.timer.failure is not None:
-            raise RuntimeError("steps could not be timed") from self.timer.failure
-        return self.window.take(world_size)
+        if self.dashboard:
+            self.run("TensorBoard pages", None, what, self.dashboard, *arguments)
 
     def close(self, trainer: Trainer) -> None:
-        self.window.close()
-        self.timer.detach(trainer, self.window.on_step)
-        if self.skipped is not None:
+        self.window.close(trainer)
+        if self.skipped:
             self.skipped.remove()
-
-
-def _unknown() -> Tensor:
-    return torch.full((), UNKNOWN, dtype=torch.float64)
-
-
-def _communicator(trainer: Trainer) -> Communicator | None:
-    """`None` also where no rank may wait for another one between two steps: each then has its
-    own row.
-    """
-    algorithm = getattr(trainer.strategy, "algorithm", None)
-    if algorithm is not None and not algorithm.steps_together:
-        return None
-    return getattr(trainer.strategy, "communicator", None)
 
 
 def add_monitor(trainer: Trainer) -> None:

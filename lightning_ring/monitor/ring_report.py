@@ -5,13 +5,14 @@ bar.
 from __future__ import annotations
 
 import math
-import os
+import mmap
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +20,13 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator, CompletedWork
 from lightning_ring.comm.host_copy import HostCopy
-from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.host.accelerator import gpu_module, is_gpu, send
 from lightning_ring.monitor.step_times import PHASES, StepTimes
 
 PERCENTILES = (5, 50, 95)
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes that a rank holds. The GPU allocator's are zero on a CPU."""
 
     # this process's, without its data-loading workers; 0 where the system does not tell
@@ -39,7 +39,7 @@ class RankMemory:
     def now(cls, device: torch.device) -> RankMemory:
         statm = Path("/proc/self/statm")
         pages = int(statm.read_text().split()[1]) if statm.exists() else 0
-        resident = pages * os.sysconf("SC_PAGE_SIZE") if pages else 0
+        resident = pages * mmap.PAGESIZE
         if not is_gpu(device):
             return cls(resident)
         gpu = gpu_module(device)
@@ -47,8 +47,7 @@ class RankMemory:
         return cls(resident, allocated, gpu.memory_reserved(device), peak)
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
+class RankRow(NamedTuple):
     """One rank's numbers since the last logged step."""
 
     rank: int
@@ -57,7 +56,7 @@ class RankRow:
     memory: RankMemory
 
     def as_list(self) -> list[float]:
-        return [self.rank, self.skipped, *astuple(self.times), *astuple(self.memory)]
+        return [self.rank, self.skipped, *self.times, *self.memory]
 
     @classmethod
     def from_list(cls, numbers: Sequence[float]) -> RankRow:
@@ -66,8 +65,8 @@ class RankRow:
 
 
 # where in a row a rank's memory begins, and where the row ends
-_MEMORY = 2 + len(fields(StepTimes))
-_END = _MEMORY + len(fields(RankMemory))
+_MEMORY = 2 + len(StepTimes._fields)
+_END = _MEMORY + len(RankMemory._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class RingReport:
         slowest rank is in the name of a scalar, because TensorBoard would smooth a rank's number.
         """
         # unlike `max`, this is NaN where one of them is
-        held = torch.tensor([astuple(row.memory) for row in self.rows], dtype=torch.float64)
+        held = torch.tensor([row.memory for row in self.rows], dtype=torch.float64)
         memory, *cuda = [round(size / 1e9, 2) for size in held.amax(0).tolist()]
         found = {"memory_gb": memory, "skipped_steps": self.skipped}
         if cuda[1] > 0:
@@ -218,39 +217,35 @@ class RowExchange:
         further: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        numbers = torch.tensor(row.as_list(), dtype=torch.float64)
-        if is_gpu(device):
-            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        numbers = send(torch.tensor(row.as_list(), dtype=torch.float64), device)
         others = [number.to(numbers.device, non_blocking=True) for number in further]
         numbers = torch.cat([numbers, torch.stack(others)])
         self._width = numbers.numel()
         # all of it is this rank's until the others' shards arrive
-        self._flat = numbers.repeat(comm.world_size if comm is not None else 1)
+        self._flat = numbers.repeat(comm.world_size if comm else 1)
         self._comm = comm
         self._work: Any = CompletedWork()
-        if comm is not None and comm.world_size > 1:
+        if comm and comm.world_size > 1:
             self._work = comm.all_gather_(self._flat, name="monitor")
-        self._copy: HostCopy | None = None
 
     def done(self) -> bool:
         """Whether `table` would return at once."""
-        return (self._copy is not None or self._work.done()) and self._start_copy().ready()
+        return self._work.done() and self._copy.ready()
 
     def table(self) -> Tensor:
         """Block until all ranks' numbers are on the host; a row a rank. Raises `RingError`: as
         `Work.wait`.
         """
-        return self._start_copy().value().view(-1, self._width)
+        return self._copy.value().view(-1, self._width)
 
-    def _start_copy(self) -> HostCopy:
-        if self._copy is None:
-            self._work.wait()
-            self._copy = HostCopy(self._flat, self._comm.wait_until if self._comm else None)
-        return self._copy
+    @cached_property
+    def _copy(self) -> HostCopy:
+        self._work.wait()
+        return HostCopy(self._flat, self._comm.wait_until if self._comm else None)
 
 
 # a squared norm of gradients that did not step; so is its sum with what other ranks have
-UNKNOWN = -math.inf
+UNKNOWN = torch.tensor(-math.inf, dtype=torch.float64)
 
 
 @dataclass(slots=True)
@@ -276,15 +271,11 @@ class LoggedStep:
         table = self.wait()
         rows = sorted(map(RankRow.from_list, table[:, :_END].tolist()), key=lambda row: row.rank)
         uncounted, *squares = table[:, _END:].sum(0).tolist()
-        return RingReport(
-            step=self.step,
-            rows=rows,
-            gradient_norms=[None if square < 0 else math.sqrt(square) for square in squares],
-            # all ranks skip the same steps
-            skipped=rows[0].skipped + uncounted / len(rows),
-            learning_rates=self.learning_rates,
-            trust_ratios=self.trust_ratios[~self.trust_ratios.isnan()],
-        )
+        norms = [None if square < 0 else math.sqrt(square) for square in squares]
+        # all ranks skip the same steps
+        skipped = rows[0].skipped + uncounted / len(rows)
+        ratios = self.trust_ratios[~self.trust_ratios.isnan()]
+        return RingReport(self.step, rows, norms, skipped, self.learning_rates, ratios)
 
 
 def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
@@ -297,10 +288,7 @@ def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
         squares: Tensor = strategy.gradient_squares(params)
         return squares
     grads = [param.grad for param in params if param.grad is not None]
-    if not grads:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads)])
-    return norms.square().sum()
+    return torch.nn.utils.get_total_norm(grads).double().square()
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
@@ -329,8 +317,8 @@ def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
         if isinstance(ratios := getattr(optimizer, "trust_ratios", None), Tensor):
             groups = optimizer.param_groups
             adapts = [group.get("adapt", True) for group in groups for _ in group["params"]]
-            places = torch.tensor([place for place, adapt in enumerate(adapts) if adapt])
-            index = places.long().to(ratios.device, non_blocking=True)
+            places = torch.tensor(adapts, dtype=torch.bool).nonzero().flatten()
+            index = places.to(ratios.device, non_blocking=True)
             # the copy of all ranks' rows, which comes after this one, is waited for
             found.append(ratios[index].to("cpu", non_blocking=True))
     return torch.cat(found)
@@ -346,7 +334,7 @@ class SkippedSteps:
 
     def __init__(self, optimizers: Sequence[Optimizer], scaler: Any) -> None:
         self._optimizers = optimizers
-        scaled = optimizers if scaler is not None else ()
+        scaled = optimizers if scaler else ()
         # steps: gradients are unscaled; and the optimizer has stepped
         self.announced = self._made = 0
         # where the optimizer itself looks at what the scaler found

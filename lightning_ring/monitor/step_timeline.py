@@ -14,9 +14,8 @@ from lightning.pytorch import Trainer
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.host.accelerator import synchronize
 from lightning_ring.monitor.step_times import StepRecord, StepTimer
-from lightning_ring.timeline.clocks import DeviceClock
 from lightning_ring.timeline.recorder import (
     BACKWARD,
     DATA,
@@ -49,7 +48,7 @@ class StepTimeline:
 
     Attributes:
         number: Of this process, where ranks may change (`ranks_changed`).
-        waits: Whether this process is to join others, which may record already.
+        waits: Whether others record already, or may, whom this process is to join.
         lets_in: Whether all ranks enter the fit again, some of which may record already.
         call_together: Calls collectives that all ranks call, again where a rank dies in them.
     """
@@ -63,7 +62,6 @@ class StepTimeline:
         self._timer: StepTimer | None = None
         self.number: int | None = None
         self.waits = self.lets_in = False
-        self._others_record = False
         self.call_together = _call
 
     @property
@@ -84,7 +82,7 @@ class StepTimeline:
         """
         if self.recording:
             return
-        chosen = path if path is not None else self.path
+        chosen = path or self.path
         if chosen is None:
             raise ConfigurationError(
                 "The timeline was started without a path. Give it one, "
@@ -106,7 +104,7 @@ class StepTimeline:
             Path(chosen),
             self._comm,
             about=about,
-            seconds_of=_device_clock(trainer),
+            device=trainer.strategy.root_device,
             number=self.number,
         )
         self._record_in(session, trainer)
@@ -126,15 +124,14 @@ class StepTimeline:
         ranks_change = self.number is not None and self.path is not None
         if trainer is None or not (session or ranks_change):
             return
-        if is_gpu(device := trainer.strategy.root_device):
-            # what it has not come to would be left out
-            gpu_module(device).synchronize(device)
+        # what it has not come to would be left out
+        synchronize(trainer.strategy.root_device)
 
         def gather() -> list[str] | None:
             # another one where a rank has died in the first attempt
             comm = self._comm
             mine = session is not None
-            if ranks_change and comm is not None:
+            if ranks_change and comm:
                 mine = all(comm.all_gather_object(mine, name="timeline: sessions"))
             if session is None or not mine:
                 return None
@@ -142,10 +139,10 @@ class StepTimeline:
             return session.gather()
 
         problems = self.call_together(gather)
-        if session is not None and problems is None:
+        if session and problems is None:
             # one that joined could not record: `lightning-ring timeline` merges the others
             session.close()
-        elif session is not None and (session.comm is None or session.comm.rank == 0):
+        elif session:
             session.merge(problems)
 
     # -- what the strategy calls
@@ -154,51 +151,43 @@ class StepTimeline:
         """A fit is set up; what cannot be written is an error now. Collective."""
         self._trainer, self._comm = trainer, comm
         # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
-        if comm is not None:
+        if comm:
             self.path = comm.broadcast_object(self.path, name="timeline: path")
-        self._others_record = False
-        if self.lets_in and comm is not None:
-            self._others_record = self._let_in(trainer, comm)
-        self.lets_in = False
+        if self.lets_in:
+            self.lets_in = self.waits = False
+            if comm:
+                # ranks that do not record do so where the others do
+                assert self.number is not None
+                device = trainer.strategy.root_device
+                made = join_session(self._session, comm, self.number, device)
+                if made:
+                    self._record_in(made, trainer)
+                self.waits = comm.broadcast_object(self.recording, name="timeline: others record")
         self._start_if_asked()
 
     def _start_if_asked(self) -> None:
-        waits = self.waits or self._others_record
-        if self.path is not None and not waits and self._trainer is not None:
+        if self.path and not self.waits and self._trainer:
             self.start()
 
     def begin_training(self) -> None:
         # a fit within this one (a search for the learning rate) has ended its own
         self._start_if_asked()
-        if self._timer is not None:
+        if self._timer:
             self._timer.restart()
 
     def begin_batch(self) -> None:
-        if self._session is not None and self._trainer is not None:
+        if self._session and self._trainer:
             self._session.recorder.begin_step(_batch_number(self._trainer), time.perf_counter())
 
     def follow(self, comm: Communicator) -> None:
         """Other ranks are connected through ``comm`` from now on."""
         self._comm = comm
-        if self._session is not None:
-            self._session.comm = comm
-
-    def _let_in(self, trainer: Trainer, comm: Communicator) -> bool:
-        """Let ranks that do not record do so where the others do. Returns whether any does.
-        Collective.
-        """
-        assert self.number is not None
-        made = join_session(self._session, comm, self.number, _device_clock(trainer))
-        if made is not None:
-            self._record_in(made, trainer)
-        self.waits = False
-        return comm.broadcast_object(self.recording, name="timeline: others record")
 
     def ranks_changed(self, text: str, since: float) -> None:
         """Ranks have died or come, as ``text`` says; training has stood still ``since`` then
         (seconds).
         """
-        if self._session is not None:
+        if self._session:
             self._session.recorder.slice(RANKS, text, since, time.perf_counter())
 
     def abandon(self) -> None:
@@ -206,20 +195,17 @@ class StepTimeline:
         nobody.
         """
         session = self._detach()
-        self._trainer = self._comm = None
-        if session is not None:
+        self._trainer, self._comm, self.waits = None, None, False
+        if session:
             session.close()
 
     def _detach(self) -> Session | None:
         session, self._session = self._session, None
-        if session is None:
-            return None
-        assert self._timer is not None
-        assert self._trainer is not None
-        self._listeners.remove(session.recorder.collective)
-        self._timer.interruption_listeners.remove(self._on_interruption)
-        self._timer.detach(self._trainer, self._on_step)
-        self._timer = None
+        if session and self._timer and self._trainer:
+            self._listeners.remove(session.recorder.collective)
+            self._timer.interruption_listeners.remove(self._on_interruption)
+            self._timer.detach(self._trainer, self._on_step)
+            self._timer = None
         return session
 
     # -- what is told
@@ -243,13 +229,8 @@ class StepTimeline:
             recorder.slice(*_SLICES[phase], begin, end, step)
 
     def _on_interruption(self, what: str, began: float, ended: float) -> None:
-        if self._session is not None:
+        if self._session:
             self._session.recorder.slice(PAUSES, what, began, ended)
-
-
-def _device_clock(trainer: Trainer) -> DeviceClock | None:
-    device = trainer.strategy.root_device
-    return DeviceClock(device) if is_gpu(device) else None
 
 
 def _batch_number(trainer: Trainer) -> int:

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -23,12 +22,9 @@ from lightning_ring.errors import RingError
 from lightning_ring.host.accelerator import is_gpu
 
 PHASES = ("data", "copy", "forward", "backward", "optimizer")
-# a phase, its begin and its end
-Span = tuple[str, Mark, Mark]
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Seconds of one training step, from the end of the step before to its own end, or means over
     several steps.
 
@@ -70,7 +66,7 @@ class StepTimes:
 
     @classmethod
     def unknown(cls) -> StepTimes:
-        return replace(cls(*[math.nan] * len(fields(cls))), steps=0.0)
+        return cls(*[math.nan] * len(cls._fields))._replace(steps=0.0)
 
     @property
     def hidden(self) -> float:
@@ -83,45 +79,31 @@ class StepTimes:
         return self.total - self.exposed
 
 
-def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """The mean of each number over ``steps``, at least one, each of one step."""
-    means = map(fmean, zip(*map(astuple, steps), strict=True))
-    return replace(StepTimes(*means), steps=float(len(steps)))
-
-
 class StepRecord:
     """Marks of one step, clock readings or CUDA events.
 
     Attributes:
         began: When the step began, by the timer's clock.
         total: Seconds until it ended.
-        marks: Phases in the order of their ends. They may nest: Lightning runs forward and backward
-            within ``optimizer_step``, and a manual backward within ``training_step``.
+        marks: Phases with begin and end, in the order of their ends. They may nest: Lightning runs
+            forward and backward within ``optimizer_step``, and a manual backward within
+            ``training_step``.
     """
-
-    __slots__ = ("_open", "began", "marks", "total")
 
     def __init__(self) -> None:
         self.began = self.total = 0.0
-        self.marks: list[Span] = []
-        self._open: dict[str, list[Mark]] = {}
+        self.marks: list[tuple[str, Mark, Mark]] = []
+        self._open = defaultdict[str, list[Mark]](list)
 
     def begin(self, phase: str, mark: Mark) -> None:
-        self._open.setdefault(phase, []).append(mark)
+        self._open[phase].append(mark)
 
     def end(self, phase: str, mark: Mark) -> None:
         """Of a phase that was begun twice only the outer end counts."""
-        begins = self._open.get(phase)
-        if begins:
+        if begins := self._open[phase]:
             begin = begins.pop()
             if not begins:
                 self.marks.append((phase, begin, mark))
-
-    def has(self, phase: str) -> bool:
-        return any(name == phase for name, _, _ in self.marks)
-
-    def finished(self) -> bool:
-        return all(is_reached(end) for _, _, end in self.marks)
 
     def phase_at(self, moment: float) -> str | None:
         """The part of `StepTimes` that the host was in, as far as host clocks timed it; `None`
@@ -139,49 +121,50 @@ class StepRecord:
     def times(self) -> StepTimes:
         """Of each phase without those that ran inside it, by the host's clock or the device's."""
         spent = dict.fromkeys(PHASES, 0.0)
-        for on_device in (False, True):
-            marks = [mark for mark in self.marks if isinstance(mark[1], float) != on_device]
-            origin = marks[0][1] if on_device and marks else 0.0
-            # not inside another one, as far as the phases have ended
-            outer: list[tuple[float, float]] = []
-            for phase, begin, end in marks:
-                start, stop = elapsed(origin, begin), elapsed(origin, end)
-                inside = sum(last - first for first, last in outer if first >= start)
-                spent[phase] += stop - start - inside
-                outer = [*(span for span in outer if span[0] < start), (start, stop)]
+        origin: Mark = None
+        # by clock: not inside another one, as far as the phases have ended
+        outer: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        for phase, begin, end in self.marks:
+            on_host = isinstance(begin, float)
+            if not on_host:
+                origin = origin or begin
+                begin, end = elapsed(origin, begin), elapsed(origin, end)
+            spans = outer[on_host]
+            spent[phase] += end - begin
+            while spans and spans[-1][0] >= begin:
+                first, last = spans.pop()
+                spent[phase] -= last - first
+            spans.append((begin, end))
         other = max(0.0, self.total - sum(spent.values()))
         return StepTimes(**spent, other=other, total=self.total)
 
 
-# last part of Lightning's own names for what it does
+# what Lightning announces, by the last part of its own names for it
 _ANNOUNCED = {
     "train_dataloader_next": "data",
     "batch_to_device": "copy",
     "training_step": "forward",
     "backward": "backward",
     "optimizer_step": "optimizer",
-}
-_INTERRUPTIONS = {
     "validation_step": "validation batch",
     "test_step": "test batch",
     "save_checkpoint": "checkpoint",
 }
+# the backward of manual optimization only hooks of the module announce
+_BEGINS = _ANNOUNCED | {"on_before_backward": "backward"}
+_ENDS = _ANNOUNCED | {"on_after_backward": "backward", "run_training_batch": "step"}
 
 
 @cache
-def _phase_of(action_name: str, hook: str) -> str | None:
-    """The phase that Lightning announces by ``action_name``. Without a class in front of it,
-    "optimizer_step" is that of manual optimization, whose backward only a ``hook`` of the module
-    announces.
+def _announced(action_name: str) -> tuple[str, str]:
+    """What begins, and what ends, with an action of Lightning; empty where nobody times it. Without
+    a class in front of it, "optimizer_step" is that of manual optimization.
     """
-    ours = ("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]", "optimizer_step")
-    if not action_name.startswith(ours):
-        return None
-    return (_ANNOUNCED | {hook: "backward"}).get(_last(action_name))
-
-
-def _last(action_name: str) -> str:
-    return action_name.rpartition(".")[2]
+    owner, _, action = action_name.rpartition(".")
+    ours = ("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]")
+    if owner and not owner.startswith(ours):
+        return "", ""
+    return _BEGINS.get(action, ""), _ENDS.get(action, "")
 
 
 class StepTimer:
@@ -193,7 +176,6 @@ class StepTimer:
     Args:
         inner: The profiler that the Trainer had.
         device: Where the model is.
-        clock: Seconds, monotonic.
 
     Attributes:
         listeners: Called with each step's record when the step ends.
@@ -203,32 +185,27 @@ class StepTimer:
             on.
     """
 
-    def __init__(
-        self, inner: Profiler, device: torch.device, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, inner: Profiler, device: torch.device) -> None:
         self.inner = inner
-        self._clock = clock
+        # seconds, monotonic
+        self._clock = time.perf_counter
         self._device = device
         self.listeners: list[Callable[[StepRecord], None]] = []
         self.interruption_listeners: list[Callable[[str, float, float], None]] = []
         self.failure: Exception | None = None
-        self._users = 0
-        self._interrupted = clock()
+        self._interrupted = 0.0
         self._record = StepRecord()
         self._began: float | None = None
 
     @classmethod
-    def attach(
-        cls, trainer: Trainer, listener: Callable[[StepRecord], None], **arguments: Any
-    ) -> StepTimer:
-        """Put a timer before ``trainer``'s profiler; one that is there already is shared, with its
-        own arguments. Each user calls `detach` once.
+    def attach(cls, trainer: Trainer, listener: Callable[[StepRecord], None]) -> StepTimer:
+        """Put a timer before ``trainer``'s profiler; one that is there already is shared. Each user
+        calls `detach` once.
         """
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         if not isinstance(profiler, cls):
-            profiler = cls(profiler, trainer.strategy.root_device, **arguments)
+            profiler = cls(profiler, trainer.strategy.root_device)
             trainer.profiler = profiler  # type: ignore[attr-defined]
-        profiler._users += 1
         profiler.listeners.append(listener)
         return profiler
 
@@ -237,52 +214,54 @@ class StepTimer:
         # one that failed is told no more
         if listener in self.listeners:
             self.listeners.remove(listener)
-        self._users -= 1
-        if not self._users and trainer.profiler is self:  # type: ignore[attr-defined]
+        if not self.listeners and trainer.profiler is self:  # type: ignore[attr-defined]
             trainer.profiler = self.inner  # type: ignore[attr-defined]
+
+    def profile(self, action_name: str) -> Any:
+        """What is not timed costs no more than without this timer."""
+        profiler: Any = self if any(_announced(action_name)) else self.inner
+        return Profiler.profile(profiler, action_name)
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
-        self._note(self._begin, action_name)
+        self._note(self._begin, _announced(action_name)[0])
 
     def stop(self, action_name: str) -> None:
-        self._note(self._end, action_name)
+        self._note(self._end, _announced(action_name)[1])
         self.inner.stop(action_name)
 
-    def _note(self, note: Callable[[str], None], action_name: str) -> None:
-        if self.failure is not None:
+    def _note(self, note: Callable[[str], None], what: str) -> None:
+        if self.failure or not what:
             return
         try:
-            note(action_name)
+            note(what)
         except RingError:
             raise
         # no more records, rather than wrong ones, and training goes on
         except Exception as error:
             self.failure = error
 
-    def _begin(self, action_name: str) -> None:
-        phase = _phase_of(action_name, "on_before_backward")
-        if phase is not None:
-            if self._began is None:
-                self._began = self._clock()
-            self._record.begin(phase, self._mark(phase))
-        elif _last(action_name) in _INTERRUPTIONS:
+    def _begin(self, what: str) -> None:
+        if what not in PHASES:
             self._interrupted = self._clock()
+            return
+        if self._began is None:
+            self._began = self._clock()
+        self._record.begin(what, self._mark(what))
 
-    def _end(self, action_name: str) -> None:
-        phase = _phase_of(action_name, "on_after_backward")
-        if phase is not None:
-            self._record.end(phase, self._mark(phase))
-        elif action_name == "run_training_batch" and self._began is not None:
+    def _end(self, what: str) -> None:
+        if what in PHASES:
+            self._record.end(what, self._mark(what))
+        elif what != "step":
+            self.restart()
+            for listener in self.interruption_listeners:
+                listener(what, self._interrupted, self._clock())
+        elif self._began is not None:
             ended = self._clock()
             record, began = self._record, self._began
             record.began, record.total = began, ended - began
             self._record, self._began = StepRecord(), ended
             tell(self.listeners, record)
-        elif what := _INTERRUPTIONS.get(_last(action_name)):
-            self.restart()
-            for listener in self.interruption_listeners:
-                listener(what, self._interrupted, self._clock())
 
     def restart(self) -> None:
         """The next step begins with its own first action: what happens until then is no part of
@@ -291,12 +270,10 @@ class StepTimer:
         self._record, self._began = StepRecord(), None
 
     def _mark(self, phase: str) -> Mark:
-        on_host = not is_gpu(self._device) or phase in ("data", "copy")
-        return self._clock() if on_host else now(self._device)
+        on_device = is_gpu(self._device) and phase not in ("data", "copy")
+        return now(self._device) if on_device else self._clock()
 
     # what else the Trainer asks of its profiler, the inner one answers
-    profile = Profiler.profile
-
     def __getattr__(self, name: str) -> Any:
         # while it is copied or unpickled there is nothing to delegate to yet
         if name == "inner":
@@ -307,54 +284,39 @@ class StepTimer:
 # -- collectives
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveTimes:
-    """Moments of one collective, in seconds of one clock: the host's, or on CUDA the device's.
-    ``losses``: when its caller was held up.
+def break_down(record: StepRecord, told: Iterable[CollectiveRecord], world_size: int) -> StepTimes:
+    """The times of a finished step, with the time of the collectives that were waited for in it
+    taken out of its parts.
+
+    A validation between two steps has its own, and parameters are waited for as they are used.
     """
-
-    began: float
-    ended: float
-    losses: Sequence[tuple[float, float]]
-
-
-def break_down(
-    record: StepRecord, collectives: Sequence[CollectiveRecord], world_size: int
-) -> StepTimes:
-    """The times of a finished step, with the time of the `collectives_of` it taken out of its
-    parts.
-    """
-    times = record.times()
+    times, ended = record.times(), record.began + record.total
     spent = {part: getattr(times, part) for part in (*PHASES, "other")}
+    mine = [one for one in told if record.began <= one.waited_from <= ended]
+    mine.sort(key=lambda one: one.called)
     exposed = busy = sent = 0.0
-    for one, when in zip(collectives, collective_times(collectives), strict=True):
-        busy += when.ended - when.began
+    for one, (began, over, losses) in zip(mine, collective_times(mine), strict=True):
+        busy += over - began
         sent += sent_bytes(one, world_size)
-        for start, stop in when.losses:
+        for start, stop in losses:
             part = _part_of(record, one, start)
             # without a part it was called in the step before
-            if part is not None:
+            if part:
                 exposed += stop - start
                 spent[part] = max(0.0, spent[part] - (stop - start))
-    return replace(times, **spent, exposed=exposed, busy=busy, sent=sent)
+    return times._replace(**spent, exposed=exposed, busy=busy, sent=sent)
 
 
-def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
-    """Those that were waited for in the step, in the order of their calls: a validation between two
-    has its own, and parameters are waited for as they are used."""
-    ended = record.began + record.total
-    mine = (one for one in told if record.began <= one.waited_from <= ended)
-    return sorted(mine, key=lambda one: one.called)
+def collective_times(
+    collectives: Iterable[CollectiveRecord],
+) -> Iterator[tuple[float, float, list[tuple[float, float]]]]:
+    """When each began, when it ended, and when its caller was held up: in seconds of one clock, the
+    host's, or on CUDA the device's from the first call on.
 
-
-def collective_times(collectives: Sequence[CollectiveRecord]) -> list[CollectiveTimes]:
-    """As one after the other: each began when it was called or when those before it had ended,
-    whichever was later. Device times count from the first call.
-
-    Where two were on the wire at once, as over Gloo, the time counts for the earlier one, and once:
-    sums of ``ended - began`` are the time in which some collective was under way.
+    As one after the other: each began when it was called or when those before it had ended,
+    whichever was later. Where two were on the wire at once, as over Gloo, the time counts for the
+    earlier one, and once: sums of these times are the time in which some collective was under way.
     """
-    found = []
     origin: Mark = None
     previous = -math.inf
     for one in collectives:
@@ -362,14 +324,13 @@ def collective_times(collectives: Sequence[CollectiveRecord]) -> list[Collective
         if one.events is None:
             called, ended = one.called, one.waited_until if one.ended is None else one.ended
         else:
-            origin = one.events[0] if origin is None else origin
+            origin = origin or one.events[0]
             called, ended = (elapsed(origin, event) for event in one.events)
             waited = elapsed(origin, one.wait_event)
             losses = [(waited, max(waited, ended))]
         began = min(max(called, previous), ended)
         previous = max(previous, ended)
-        found.append(CollectiveTimes(began, ended, losses))
-    return found
+        yield began, ended, losses
 
 
 def sent_bytes(collective: CollectiveRecord, world_size: int) -> float:
@@ -388,74 +349,70 @@ def _part_of(record: StepRecord, collective: CollectiveRecord, start: float) -> 
         return "other"
     # the device's clock knows no phases, but who waits for what is known: forward for parameters,
     # backward for the rest
-    gathers = collective.kind == "all_gather" or not record.has("backward")
-    return "forward" if gathers else "backward"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
-    """``images`` of this rank; NaN where nobody can tell."""
-
-    record: StepRecord
-    collectives: Sequence[CollectiveRecord]
-    images: float
-
-    def finished(self) -> bool:
-        """Whether the device has come past all of it, so that its events can be read."""
-        return self.record.finished() and all(
-            is_reached(one.events[1]) and is_reached(one.wait_event)
-            for one in self.collectives
-            if one.events is not None
-        )
+    if collective.kind == "all_gather":
+        return "forward"
+    return "backward" if any(phase == "backward" for phase, _, _ in record.marks) else "forward"
 
 
 class StepWindow:
-    """Keeps up to 200 steps until `take`, with their collectives, which it is told by
-    ``listeners``.
+    """Keeps up to 200 steps of ``trainer`` until `take`, with their collectives, which its strategy
+    tells.
 
     The rest happens in `take`. The first step of all is left out: it makes plans, connections and
     optimizer state.
     """
 
-    def __init__(self, listeners: list[Listener]) -> None:
-        self._listeners = listeners
-        listeners.append(self._on_collective)
+    def __init__(self, trainer: Trainer) -> None:
+        self._listeners: list[Listener] = getattr(trainer.strategy, "listeners", [])
+        self._listeners.append(self._on_collective)
+        self.timer = StepTimer.attach(trainer, self._on_step)
         self._told: list[CollectiveRecord] = []
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
-        self._steps = deque[RecordedStep](maxlen=200)
+        # with the images of this rank; NaN where nobody can tell
+        self._steps = deque[tuple[StepRecord, list[CollectiveRecord], float]](maxlen=200)
         self._first = True
 
-    def on_step(self, record: StepRecord) -> None:
-        """A step has ended: a listener of `StepTimer`."""
-        self._ended, self._told = (record, collectives_of(record, self._told)), []
+    def _on_step(self, record: StepRecord) -> None:
+        self._ended, self._told = (record, self._told), []
 
     def end_step(self, images: float) -> None:
         """The step that ended last counts, with so many images of this rank."""
-        if self._ended is not None:
-            self._steps.append(RecordedStep(*self._ended, images))
+        if self._ended:
+            self._steps.append((*self._ended, images))
             self._ended = None
 
     def take(self, world_size: int) -> StepTimes:
-        """Means over the steps since the last call that the device has finished."""
+        """Means over the steps since the last call that the device has finished. Raises
+        `RuntimeError`: steps could not be timed.
+        """
+        if self.timer.failure:
+            raise RuntimeError("steps could not be timed") from self.timer.failure
         steps = []
-        while self._steps and self._steps[0].finished():
-            steps.append(self._steps.popleft())
+        while self._steps and _is_over(*self._steps[0][:2]):
+            record, told, images = self._steps.popleft()
+            steps.append(break_down(record, told, world_size)._replace(images=images))
         if not steps:
             return StepTimes.unknown()
         if self._first and len(steps) > 1:
             del steps[0]
         self._first = False
-        times = []
-        for step in steps:
-            found = break_down(step.record, step.collectives, world_size)
-            times.append(replace(found, images=step.images))
-        return mean_times(times)
+        means = map(fmean, zip(*steps, strict=True))
+        return StepTimes(*means)._replace(steps=len(steps))
 
-    def close(self) -> None:
+    def close(self, trainer: Trainer) -> None:
         """Stop listening; once."""
+        self.timer.detach(trainer, self._on_step)
         # one that failed is told no more
         if self._on_collective in self._listeners:
             self._listeners.remove(self._on_collective)
 
     def _on_collective(self, record: CollectiveRecord) -> None:
         self._told.append(record)
+
+
+def _is_over(record: StepRecord, told: Iterable[CollectiveRecord]) -> bool:
+    """Whether the device has come past all of it, so that its events can be read."""
+    events = [end for _, _, end in record.marks]
+    for one in told:
+        events += (one.events[1], one.wait_event) if one.events else ()
+    return all(map(is_reached, events))

@@ -5,14 +5,12 @@ and was waited for. Needs matplotlib.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
 
-# by the first words of a kind
+# by the first words of a lane, or by what a bar says
 _COLOURS = {
     "data": "#8c8c8c",
     "copy": "#b0a08c",
@@ -29,61 +27,59 @@ _COLOURS = {
 _CHARACTER = 0.0055
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """Something of ``kind`` that lasted from ``start`` to ``stop``, in seconds. Bars of a lane
-    share a row.
-
-    ``text`` is written inside the bar if it fits. ``group``, a rank, is written beside its lanes.
-    """
-
-    lane: str
-    kind: str
-    start: float
-    stop: float
-    text: str
-    group: str
+# its lane (a rank, and a name), what is written inside if it fits, begin and end in milliseconds
+Bar = tuple[tuple[str, str], str, float, float]
 
 
-def draw(bars: Sequence[Bar]) -> Any:
-    """A matplotlib figure of ``bars``, a row for each lane in the order of their first bars."""
-    # no pyplot: it would look for a display
-    from matplotlib.figure import Figure
-
-    lanes = list(dict.fromkeys((bar.group, bar.lane) for bar in bars))
-    figure = Figure(figsize=(12, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
-    axes = figure.add_subplot(ylim=(len(lanes) - 0.5, -0.5), xlabel="milliseconds")
-    span = max(bar.stop for bar in bars)
-    for bar in bars:
-        row, left, width = lanes.index((bar.group, bar.lane)), 1e3 * bar.start, bar.stop - bar.start
-        colour = next(one for word, one in _COLOURS.items() if bar.kind.startswith(word))
-        axes.barh(row, 1e3 * width, left=left, color=colour)
-        if width > len(bar.text) * _CHARACTER * span:
-            middle = left + 1e3 * width / 2
-            axes.text(middle, row, bar.text, ha="center", va="center", fontsize=6, clip_on=True)
-    for group in dict.fromkeys(group for group, _ in lanes):
-        rows = [row for row, lane in enumerate(lanes) if lane[0] == group]
-        axes.axhline(rows[-1] + 0.5, color="black", linewidth=0.8)
-        beside = axes.get_yaxis_transform()
-        axes.text(1.005, sum(rows) / len(rows), group, transform=beside, va="center", rotation=270)
-    axes.set_yticks(range(len(lanes)), [lane[:60] for _, lane in lanes], fontsize=8)
-    axes.set_xlim(0, 1e3 * span)
-    axes.grid(axis="x", alpha=0.3)
-    return figure
-
-
-def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
-    """Draw ``steps`` (first and last; default: the last two that every rank finished) of the merged
-    ``trace`` into ``path``.
+def plot(trace: Path, path: Path, steps: tuple[int, int] | None) -> None:
+    """Draw ``steps`` (first and last; `None`: the last two that every rank finished) of the merged
+    ``trace`` into ``path``, a row for each lane in the order of their first bars.
 
     Raises `ConfigurationError`: the trace has no such steps, or is damaged.
     """
-    draw(read_trace(trace, steps)).savefig(path, dpi=110)
+    # no pyplot: it would look for a display
+    from matplotlib.figure import Figure
+
+    bars = read_trace(trace, steps)
+    lanes = list(dict.fromkeys(bar[0] for bar in bars))
+    figure = Figure(figsize=(12, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
+    axes = figure.add_subplot(ylim=(len(lanes) - 0.5, -0.5), xlabel="milliseconds")
+    span = max(stop for *_, stop in bars)
+    for lane, text, start, stop in bars:
+        row, width = lanes.index(lane), stop - start
+        colours = _COLOURS.items()
+        colour = next(one for word, one in colours if text == word or lane[1].startswith(word))
+        axes.barh(row, width, left=start, color=colour)
+        if width > len(text) * _CHARACTER * span:
+            middle = (start + stop) / 2
+            axes.text(middle, row, text, ha="center", va="center", fontsize=6, clip_on=True)
+    for rank in dict.fromkeys(rank for rank, _ in lanes):
+        rows = [row for row, lane in enumerate(lanes) if lane[0] == rank]
+        axes.axhline(rows[-1] + 0.5, color="black", linewidth=0.8)
+        beside = axes.get_yaxis_transform()
+        axes.text(1.005, sum(rows) / len(rows), rank, transform=beside, va="center", rotation=270)
+    axes.set_yticks(range(len(lanes)), [lane[:60] for _, lane in lanes], fontsize=8)
+    axes.set_xlim(0, span)
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=110)
 
 
 def read_trace(trace: Path, steps: tuple[int, int] | None) -> list[Bar]:
     try:
-        return _bars(json.loads(trace.read_text())["traceEvents"], steps)
+        events = json.loads(trace.read_text())["traceEvents"]
+        begin, end = _span(events, steps)
+        names, bars = {}, []
+        for event in events:
+            if event["name"] in ("process_name", "thread_name"):
+                names[event["pid"], event["tid"]] = event["args"]["name"]
+        for event in sorted(events, key=lambda event: (event["pid"], event["tid"])):
+            start, stop = event["ts"], event["ts"] + event.get("dur", 0)
+            if event["ph"] == "X" and start < end and stop > begin:
+                # a process's own name has thread 0
+                lane = names[event["pid"], 0], names[event["pid"], event["tid"]]
+                start, stop = ((min(end, max(begin, at)) - begin) / 1e3 for at in (start, stop))
+                bars.append((lane, event["name"], start, stop))
+        return bars
     except ConfigurationError:
         raise
     # of damaged events: anything
@@ -91,24 +87,6 @@ def read_trace(trace: Path, steps: tuple[int, int] | None) -> list[Bar]:
         raise ConfigurationError(
             f"{trace} is a damaged timeline ({error!r:.200}). Merge it again from the ranks' files."
         ) from error
-
-
-def _bars(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> list[Bar]:
-    begin, end = _span(events, steps)
-    names, bars = {}, []
-    for event in events:
-        if event["name"] in ("process_name", "thread_name"):
-            names[event["pid"], event["tid"]] = event["args"]["name"]
-    for event in sorted(events, key=lambda event: (event["pid"], event["tid"])):
-        start, stop = event["ts"], event["ts"] + event.get("dur", 0)
-        if event["ph"] == "X" and start < end and stop > begin:
-            # a process's own name has thread 0
-            group, lane = names[event["pid"], 0], names[event["pid"], event["tid"]]
-            text = event["name"]
-            kind = text if text == "queued" else lane
-            start, stop = ((min(end, max(begin, at)) - begin) / 1e6 for at in (start, stop))
-            bars.append(Bar(lane, kind, start, stop, text, group))
-    return bars
 
 
 def _span(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> tuple[float, float]:

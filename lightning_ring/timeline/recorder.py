@@ -8,6 +8,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from lightning_ring.comm.recording import CollectiveRecord
@@ -65,7 +66,7 @@ class Recorder:
         process: The name of the rank in the trace, and ``label`` what stands beside it.
         zero: The trace's zero, in seconds of `time.perf_counter`.
         seconds_of: Turns a CUDA event into such seconds, or into `None` while the device has not
-            reached it.
+            reached it; `None` where there are no events.
     """
 
     def __init__(
@@ -81,15 +82,18 @@ class Recorder:
         self._file = file
         self._pid = pid
         self._zero = zero
-        self._seconds_of: Callable[[Any], Any] = seconds_of or (lambda mark: None)
+        self._seconds_of: Any = seconds_of
         self._queue = deque[Callable[[], Iterable[str] | None]]()
-        self._step_began = self._ended_before = float("-inf")
+        self._step_began = self._ended_before = -math.inf
         self._ends: dict[int, int] = {}  # of the last slice of each track, nanoseconds
         self._named: dict[str, int] = {}
         self._failed = False
         self._closing = threading.Event()
         named = {"name": process}, {"labels": label}, {"sort_index": pid}
-        file.append(self._metadata(0, f"process_{what}", one) for one in named for what in one)
+        events = (
+            self._event("M", 0, f"process_{what}", one, ts=0) for one in named for what in one
+        )
+        file.append(events)
         self._thread = threading.Thread(
             target=self._write_now_and_then, name="lightning_ring timeline", daemon=True
         )
@@ -125,32 +129,30 @@ class Recorder:
             return
         self._closing.set()
         self._thread.join()
-        if self._failed:
-            return
-        try:
-            self._drain(to_the_end=True)
-            self._file.close(other | {"dropped": self._file.full})
-        except OSError as error:
-            self._give_up(error)
+        if not self._failed:
+            self._write(other)
 
     def _write_now_and_then(self) -> None:
         while not self._failed and not self._closing.wait(FLUSH_SECONDS):
-            try:
-                self._drain()
-            except OSError as error:
-                self._give_up(error)
+            self._write()
 
-    def _drain(self, *, to_the_end: bool = False) -> None:
+    def _write(self, other: dict[str, Any] | None = None) -> None:
+        """What the device has come to; with ``other`` everything, and the file's end."""
         was_full = self._file.full
         events: list[str] = []
-        while self._queue:
-            made = self._queue[0]()
-            # the device has not come so far
-            if made is None and not to_the_end:
-                break
-            self._queue.popleft()
-            events.extend(made or ())
-        self._file.append(events)
+        try:
+            while self._queue:
+                made = self._queue[0]()
+                # the device has not come so far
+                if made is None and other is None:
+                    break
+                self._queue.popleft()
+                events.extend(made or ())
+            self._file.append(events)
+            if other is not None:
+                self._file.close(other | {"dropped": self._file.full})
+        except OSError as error:
+            self._give_up(error)
         if self._file.full and not was_full:
             log.warning(
                 "lightning_ring: the timeline %s has reached its largest size and ends here; "
@@ -172,24 +174,16 @@ class Recorder:
 
     def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
         if record.events is None:
-            called, waits, until = record.called, record.waited_from, record.waited_until
-            times = [called, record.ended or until, waits, until]
+            waits, until = record.waited_from, record.waited_until
+            times = [record.called, record.ended or until, waits, until]
         else:
             # the host has only queued the wait: it is the stream that waits, from when it comes to
             # it
             called, over = record.events
             times = self._seconds(called, over, record.wait_event, over)
-        return self._events_of(record, step, *times) if times else None
-
-    def _events_of(
-        self,
-        record: CollectiveRecord,
-        step: int,
-        called: float,
-        ended: float,
-        waits: float,
-        until: float,
-    ) -> Iterable[str]:
+        if not times:
+            return None
+        called, ended, waits, until = times
         ended, until = max(called, ended), max(waits, until)
         # of two that overlap, the earlier one has the wire
         began = min(max(called, self._ended_before), ended)
@@ -204,9 +198,9 @@ class Recorder:
             "waited_us": round((until - waits) * 1e6, 1),
         }
         track, kind = track_of(record.name), record.kind.replace("_", "-")
-        yield from self._slice(track, kind, called, ended, args, queued=began)
+        events = self._slice(track, kind, called, ended, args, queued=began)
         named = track_name(track) if track != OTHER else record.name or kind
-        yield from self._slice(EXPOSED, f"wait for {named}", waits, until, what)
+        return chain(events, self._slice(EXPOSED, f"wait for {named}", waits, until, what))
 
     def _seconds(self, *marks: Any) -> list[float]:
         """Empty while the device has not come so far."""
@@ -225,25 +219,23 @@ class Recorder:
         """Events of one slice; before the first of a thread comes its name. A slice within it shows
         what was ``queued`` until then.
         """
-        title = track if isinstance(track, str) else track_name(track)
         if isinstance(track, str):
-            track = self._named.setdefault(track, NAMED + len(self._named))
+            title, track = track, self._named.setdefault(track, NAMED + len(self._named))
+        else:
+            title = track_name(track)
         if track not in self._ends:
-            yield self._metadata(track, "thread_name", {"name": title})
-            yield self._metadata(track, "thread_sort_index", {"sort_index": track})
+            yield self._event("M", track, "thread_name", {"name": title}, ts=0)
+            yield self._event("M", track, "thread_sort_index", {"sort_index": track}, ts=0)
         start, stop = (round((at - self._zero) * 1e9) for at in (begin, end))
         start = max(0, start, self._ends.get(track, 0))
         stop = self._ends[track] = max(start, stop)
-        yield self._complete(track, name[:200], start, stop, args or {})
+        # microseconds
+        times = {"ts": start / 1e3, "dur": (stop - start) / 1e3}
+        yield self._event("X", track, name[:200], args or {}, **times)
         until = round((max(queued, begin) - self._zero) * 1e9)
         if start < until <= stop:
-            yield self._complete(track, "queued", start, until, {})
+            yield self._event("X", track, "queued", {}, **times | {"dur": (until - start) / 1e3})
 
-    def _complete(self, tid: int, name: str, begin: int, end: int, args: dict[str, Any]) -> str:
-        event = {"ph": "X", "pid": self._pid, "tid": tid, "name": name}
-        # microseconds
-        return compact(event | {"ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args})
-
-    def _metadata(self, tid: int, what: str, args: dict[str, Any]) -> str:
-        event = {"ph": "M", "pid": self._pid, "tid": tid, "name": what}
-        return compact(event | {"ts": 0, "args": args})
+    def _event(self, ph: str, tid: int, name: str, args: dict[str, Any], **times: float) -> str:
+        event = {"ph": ph, "pid": self._pid, "tid": tid, "name": name}
+        return compact(event | times | {"args": args})

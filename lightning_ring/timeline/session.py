@@ -8,28 +8,27 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.clocks import ClockReading, read_clocks
+from lightning_ring.host.accelerator import is_gpu
+from lightning_ring.timeline.clocks import ClockReading, DeviceClock, read_clocks
 from lightning_ring.timeline.recorder import Recorder
 from lightning_ring.timeline.settings import GENERATOR, checked_path
 from lightning_ring.timeline.trace_files import (
     TraceFile,
     gather_files,
     merge,
-    numbered,
     rank_file,
     remove_earlier,
 )
 
 log = logging.getLogger(__name__)
-
-SecondsOf = Callable[[Any], float | None]
 
 # in this process, by the path that was asked for
 _times_started: dict[Path, int] = {}
@@ -39,7 +38,8 @@ class Session:
     """What one rank records, in a file of its own, from `start_session` or `join_session` to
     `finish`.
 
-    ``zero`` is the trace's, by this rank's clock. Raises `OSError`: the file cannot be written.
+    ``zero`` is the trace's, by this rank's clock; events are those of ``device``. Raises `OSError`:
+    the file cannot be written.
 
     Attributes:
         path: Where rank 0 writes the merged trace.
@@ -55,7 +55,7 @@ class Session:
         number: int,
         zero: float,
         clock: ClockReading,
-        seconds_of: SecondsOf | None,
+        device: torch.device | None,
     ) -> None:
         self.path = path
         self.comm: Communicator | None = None
@@ -66,15 +66,14 @@ class Session:
         self._file = TraceFile(rank_file(path, number), self.other)
         name = f"{'process' if about.get('ranks_change') else 'rank'} {number} ({host})"
         label = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
+        seconds_of = DeviceClock(device) if device and is_gpu(device) else None
         self.recorder = Recorder(self._file, number, name, label, zero, seconds_of)
 
     def finish(self) -> None:
         """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with
         files is a warning.
         """
-        problems = self.gather()
-        if self.comm is None or self.comm.rank == 0:
-            self.merge(problems)
+        self.merge(self.gather())
 
     def gather(self) -> list[str]:
         """Close the ranks' files, and bring them to rank 0's folder. Returns problems, the same on
@@ -106,6 +105,8 @@ class Session:
 
     def merge(self, problems: list[str]) -> None:
         """Write the merged trace, on rank 0, after `gather` has found ``problems``."""
+        if self.comm and self.comm.rank:
+            return
         try:
             merged = merge(self.path)
         except (OSError, ConfigurationError) as error:
@@ -116,7 +117,7 @@ class Session:
         log.info(
             "lightning_ring: timeline of %d rank(s), %d events: %s. Open it in "
             "https://ui.perfetto.dev",
-            len(merged.ranks),
+            len(merged.others),
             merged.num_events,
             self.path,
         )
@@ -127,7 +128,7 @@ def start_session(
     comm: Communicator | None,
     *,
     about: dict[str, Any],
-    seconds_of: SecondsOf | None = None,
+    device: torch.device | None = None,
     number: int | None = None,
 ) -> Session:
     """Open every rank's file. Collective; rank 0's ``path`` counts. ``comm`` is `None` for one
@@ -138,37 +139,36 @@ def start_session(
     Raises `ConfigurationError`: some rank cannot write its file, or another job is writing it; the
     same on every rank.
     """
-    rank, world_size = (comm.rank, comm.world_size) if comm is not None else (0, 1)
+    rank, world_size = (comm.rank, comm.world_size) if comm else (0, 1)
     run = {"generator": GENERATOR, "run": uuid.uuid4().hex[:12], "began": _now()}
-    problem, clocks = "", [ClockReading(0.0, 0.0, time.perf_counter(), True)]
+    problem = ""
     try:
         path = _take_name(path) if rank == 0 else path
     except OSError as error:
         problem = _cannot_write(str(error))
     except ConfigurationError as error:
         problem = str(error)
-    if comm is not None:
-        start = path, run, problem
-        path, run, problem = comm.broadcast_object(start, name="timeline: start")
+    if comm:
+        path, run, problem = comm.broadcast_object((path, run, problem), name="timeline: start")
     if problem:
         raise ConfigurationError(problem)
-    if comm is not None:
-        clocks = read_clocks(comm)
+    alone = ClockReading(0.0, 0.0, time.perf_counter(), shared=True)
+    clocks = read_clocks(comm) if comm else [alone]
     # one zero for all: rank 0's reading, which every rank knows by its own clock
     clock, zero = clocks[rank], clocks[0].at + clocks[rank].offset
     about = run | {"world_size": world_size} | about
     session: Session | None = None
     number = rank if number is None else number
     try:
-        session = Session(path, about, number, zero, clock, seconds_of)
+        session = Session(path, about, number, zero, clock, device)
         session.comm = comm
     except OSError as error:
         problem = f"{rank_file(path, number)}: {error.strerror or error}"
     problems = [problem]
-    if comm is not None:
+    if comm:
         problems = comm.all_gather_object(problem, name="timeline: problems")
     who = [f"rank {rank}: {found}" for rank, found in enumerate(problems) if found]
-    if session is not None and who:
+    if session and who:
         session.discard()
     if session is None or who:
         raise ConfigurationError(_cannot_write("; ".join(who)))
@@ -179,7 +179,7 @@ def join_session(
     session: Session | None,
     comm: Communicator,
     number: int,
-    seconds_of: SecondsOf | None,
+    device: torch.device,
 ) -> Session | None:
     """Compare clocks, and where this rank has no ``session`` open its file, one more of the trace.
     Collective; rank 0's ``session`` counts.
@@ -192,11 +192,10 @@ def join_session(
         return None
     path, other = invitation
     clock = read_clocks(comm)[comm.rank]
-    if session is not None:
+    if session:
         return None
     try:
-        zero = other["rank"]["zero"] + clock.offset
-        joined = Session(path, other, number, zero, clock, seconds_of)
+        joined = Session(path, other, number, other["rank"]["zero"] + clock.offset, clock, device)
     except OSError as error:
         log.warning(
             "lightning_ring: process %d joins, and does not record its timeline: %s", number, error
@@ -214,7 +213,8 @@ def _take_name(path: Path) -> Path:
     if number == 1:
         remove_earlier(path)
     _times_started[path] = number
-    return numbered(path, number)
+    # what one script records is not replaced by what it records next
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
 
 
 def _cannot_write(why: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from lightning_ring.errors import ConfigurationError
 
 GENERATOR = "lightning_ring"
-PATH_VARIABLE = "RING_TIMELINE"
 
 
 def checked_path(value: Any, asked: str) -> Path:
@@ -53,6 +52,6 @@ def timeline_path(argument: str | Path | None, environ: Mapping[str, str]) -> Pa
     """
     if argument is not None:
         return checked_path(argument, f"RingStrategy got timeline={argument!r}")
-    if named := environ.get(PATH_VARIABLE):
-        return checked_path(named, f"{PATH_VARIABLE} is {named!r}")
+    if named := environ.get("RING_TIMELINE"):
+        return checked_path(named, f"RING_TIMELINE is {named!r}")
     return None

@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,6 @@ class TraceFile:
         self.path = path
         # events were dropped because the file had its largest size
         self.full = False
-        # events written
-        self.num_events = 0
         header = _other_line(other)
         # the last line is longer than the first
         self._room = max_bytes - 3 * len(header)
@@ -77,12 +75,11 @@ class TraceFile:
         for event in events:
             line = event.encode() + b"\n"
             self._room -= len(line)
-            self.full = self.full or self._room < 0
+            self.full |= self._room < 0
             if self.full:
                 break
             lines.append(line)
         self._write(b"".join(lines))
-        self.num_events += len(lines)
 
     def close(self, other: dict[str, Any]) -> None:
         """Write the final ``otherData`` and close the file. Calling it twice is fine."""
@@ -152,13 +149,6 @@ def read_events(path: Path) -> Iterator[bytes]:
 # -- names
 
 
-def numbered(path: Path, number: int) -> Path:
-    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it
-    records next.
-    """
-    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
-
-
 def rank_file(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}.rank{rank}.jsonl")
 
@@ -169,12 +159,6 @@ def rank_files(path: Path) -> dict[int, Path]:
     files = path.absolute().parent.glob("*.jsonl")
     found = [(int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))]
     return dict(sorted(found))
-
-
-def timelines_in(folder: Path) -> list[Path]:
-    """Names under which ``folder`` holds ranks' files: ``trace.json`` for ``trace.rank0.jsonl``."""
-    stems = {re.sub(r"\.rank\d+$", "", file.stem) for file in folder.glob("?*.rank[0-9]*.jsonl")}
-    return [folder / f"{stem}.json" for stem in sorted(stems)]
 
 
 def remove_earlier(path: Path) -> None:
@@ -199,15 +183,14 @@ def remove_earlier(path: Path) -> None:
 # -- merging
 
 
-def gather_files(path: Path, run: str, comm: Communicator, number: int | None = None) -> list[str]:
+def gather_files(path: Path, run: str, comm: Communicator, number: int) -> list[str]:
     """Bring the files of ``run`` that rank 0 cannot see to rank 0's folder. Collective; all ranks
     have closed theirs.
 
-    ``number`` is that of this rank's file, where it is not the rank's. A file that cannot be read
-    or written is left out. Every rank gets the list of problems.
+    ``number`` is that of this rank's file. A file that cannot be read or written is left out. Every
+    rank gets the list of problems.
     """
-    mine = rank_file(path, comm.rank if number is None else number)
-    names = comm.all_gather_object(mine.name, name="timeline: names")
+    names = comm.all_gather_object(rank_file(path, number).name, name="timeline: names")
     seen = [_is_of(path.with_name(name), run) for name in names]
     problems = []
     for rank, of_run in enumerate(comm.broadcast_object(seen, name="timeline: seen files")):
@@ -223,21 +206,20 @@ def _is_of(file: Path, run: str) -> bool:
         return False
 
 
-def _send(file: Path, rank: int, comm: Communicator) -> str | None:
-    """From ``rank`` to rank 0; every rank takes part."""
-    content: bytes | OSError = b""
+def _send(file: Path, rank: int, comm: Communicator) -> str:
+    """From ``rank`` to rank 0; every rank takes part. Returns what went wrong, or ""."""
+    content, problem = b"", ""
     try:
         content = file.read_bytes() if comm.rank == rank else b""
     except OSError as error:
-        content = error
-    content = comm.broadcast_object(content, src=rank, name="timeline: a file")
-    problem = str(content) if isinstance(content, OSError) else None
+        problem = str(error)
+    content, problem = comm.broadcast_object((content, problem), src=rank, name="timeline: a file")
     try:
-        if comm.rank == 0 and isinstance(content, bytes):
+        if comm.rank == 0 and not problem:
             file.write_bytes(content)
     except OSError as error:
         problem = str(error)
-    received: str | None = comm.broadcast_object(problem, name="timeline: problem")
+    received: str = comm.broadcast_object(problem, name="timeline: problem")
     return received
 
 
@@ -251,12 +233,8 @@ class Merged:
     # ``otherData`` of each rank with a file
     others: dict[int, dict[str, Any]]
     # files that were not taken, and why
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[str]
     num_events: int = 0
-
-    @property
-    def ranks(self) -> list[int]:
-        return list(self.others)
 
     @property
     def missing(self) -> list[int]:
@@ -281,9 +259,7 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     others, left_out = {}, []
     for rank, file in files.items():
         try:
-            other = read_other(file)
-            _check(other)
-            others[rank] = other
+            others[rank] = _checked(read_other(file))
         # of damaged ``otherData``: anything
         except Exception as error:
             left_out.append(f"{file.name}: {error!r:.200}")
@@ -302,7 +278,7 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     return merged
 
 
-def _check(other: dict[str, Any]) -> None:
+def _checked(other: dict[str, Any]) -> dict[str, Any]:
     """Raises an error of some kind unless this is what a `Session` writes."""
     world_size, rank = other["world_size"], other["rank"]
     if type(world_size) is not int or not 0 < world_size <= _MOST_RANKS:
@@ -312,6 +288,7 @@ def _check(other: dict[str, Any]) -> None:
         raise ValueError("its clock is damaged")
     if not {"generator", "run", "began"} <= other.keys():
         raise ValueError("it does not name its run")
+    return other
 
 
 def _write(merged: Merged, newest: dict[str, Any], files: dict[int, Path]) -> None:

@@ -51,7 +51,7 @@ PLACES = (
     },
     {
         (StepTimer, "_end"): "step times",
-        (step_times, "collectives_of"): "",
+        (step_times.StepWindow, "_on_step"): "",
         (RankRow, "from_list"): "report",
     },
 )

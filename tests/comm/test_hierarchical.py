@@ -6,11 +6,13 @@ import itertools
 import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from lightning_ring.comm import hierarchical
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import RingCommunicator
@@ -57,7 +59,6 @@ def run_nested(nodes, fn):
             level(across[local_rank], peers[local_rank]),
             peers,
             policy,
-            piece_bytes=4096,
         )
         try:
             return fn(nested)
@@ -65,7 +66,12 @@ def run_nested(nodes, fn):
             nested.close()
             nested.close()
 
-    return run_ranks(sum(map(len, nodes)), rank)
+    with mock.patch.multiple(
+        hierarchical,
+        LEAST_PIECE_BYTES=4096,
+        num_nested_pieces=lambda num_bytes, *_: max(1, -(-num_bytes // 4096)),
+    ):
+        return run_ranks(sum(map(len, nodes)), rank)
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)

@@ -67,9 +67,8 @@ def test_permute_is_a_permutation(size):
 @pytest.mark.parametrize("size", [3, 10])
 def test_every_place_of_a_permutation_is_equally_likely(size):
     num = 4000
-    drawn = permute(
-        np.tile(np.arange(size), (num, 1)), size, subkey(0, Stream.ORDER, np.arange(num)[:, None])
-    )
+    keys = subkey(0, Stream.ORDER, np.repeat(np.arange(num), size))
+    drawn = permute(np.tile(np.arange(size), num), size, keys).reshape(num, size)
     for first, second in ((0, 1), (1, size - 1)):
         pairs = drawn[:, first] * size + drawn[:, second]
         counts = np.bincount(pairs, minlength=size * size).reshape(size, size)

@@ -21,7 +21,7 @@ from tests.processes import run
 from tests.thread_ranks import run_ranks
 
 CODES = {"int8": INT8, "signs": SIGNS}
-KERNELS = [f"{way}_{code}_kernel" for code in CODES for way in ("encode", "decode")]
+KERNELS = [f"{way} {code}" for code in CODES for way in ("encode", "decode")]
 every_code = pytest.mark.parametrize("code", list(CODES))
 with_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -175,18 +175,20 @@ def type_of(value):
 
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
-    """What an average of a bucket of 20,003 gradients over three ranks launches, by the kernels'
-    names.
+    """What an average of a bucket of 20,003 gradients over three ranks launches, by kernel
+    and code.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = importlib.import_module("lightning_ring.gradients.compression.kernels")
-    noted = {name: Launch(getattr(kernels, name)) for name in KERNELS}
-    for name, launch in noted.items():
-        monkeypatch.setattr(kernels, name, launch)
+    jitted = {way: getattr(kernels, f"{way}_kernel") for way in ("encode", "decode")}
+    noted = {}
     monkeypatch.setattr(blocks, "triton_kernels", lambda values: kernels)
     values = torch.randn(20_003)
-    for code in CODES.values():
+    for name, code in CODES.items():
+        for way, kernel in jitted.items():
+            noted[f"{way} {name}"] = Launch(kernel)
+            monkeypatch.setattr(kernels, f"{way}_kernel", noted[f"{way} {name}"])
         sent = messages(3, code.num_bytes(blocks.shard_length(20_003, 3)), values)
         code.encode(values, sent)
         code.decode(sent, values)

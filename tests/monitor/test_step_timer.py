@@ -79,7 +79,8 @@ class Attach(L.Callback):
         """Another user of the same timer."""
 
     def setup(self, trainer, pl_module, stage):
-        self.timer = StepTimer.attach(trainer, self.on_step, clock=self.clock)
+        self.timer = StepTimer.attach(trainer, self.on_step)
+        self.timer._clock = self.clock
         assert StepTimer.attach(trainer, self.ignore) is self.timer  # shared by two
         self.timer.interruption_listeners.append(lambda *what: self.interruptions.append(what))
 

@@ -30,7 +30,6 @@ def test_events_can_be_read_at_once_and_the_closed_file_says_how_it_ended(tmp_pa
     file.close(OTHER | {"ended": "now"})
     file.close(OTHER)
     assert numbers(path) == list(range(written))
-    assert file.num_events == written
     assert read_other(path) == OTHER | {"ended": "now"}
     assert [child.name for child in tmp_path.iterdir()] == [path.name]
 
@@ -65,7 +64,7 @@ def test_a_full_file_drops_what_comes_later_and_stays_valid(tmp_path):
         file.append(f'{{"i":{number}}}' for number in range(first, first + 30))
     assert file.full
     found = numbers(path)
-    assert found == list(range(file.num_events))
+    assert found == list(range(len(found)))
     assert 2000 < len(found) < 9000
     file.append(['{"i":-1}'])
     file.close(OTHER | {"ended": "now"})

@@ -23,7 +23,7 @@ from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.algorithms.sharded.reads import ParameterReads
 from lightning_ring.algorithms.sharded.rebuilding import Rebuilding, Standing
-from lightning_ring.algorithms.sharded.state import State
+from lightning_ring.algorithms.sharded.state import State, renamed
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
@@ -47,6 +47,7 @@ class Sharded(Averaging):
     """
 
     sharded: ClassVar[bool] = True
+    overlaps: bool = False
 
     def __init__(
         self,
@@ -65,7 +66,6 @@ class Sharded(Averaging):
         self._moved: list[State] | None = None
         self._is_cut = False  # this rank has only parts of the optimizers' state
         self._changed: list[Parameter] = []  # by a step whose parameters are not gathered yet
-        self._overlaps = False
         self._parameters: ShardedParameters | None = None
         # others live as long as their optimizers, through the hooks
         self._set: list[SlicedOptimizer] = []
@@ -85,7 +85,7 @@ class Sharded(Averaging):
         self._set, self._sliced = [], WeakValueDictionary()
         super().attach(module, optimizers, comm, warn, inform)
         check_no_aliases(module)
-        self._overlaps = False
+        self.overlaps = False
         self._warn = warn
         parameters = ShardedParameters(comm, self._training)
         order = self.mirror_order or range(comm.world_size)
@@ -146,16 +146,6 @@ class Sharded(Averaging):
         return sliced
 
     @property
-    def overlaps(self) -> bool:
-        """Whether a step returns before all parameters are complete."""
-        return self._parameters is not None and self._overlaps
-
-    @overlaps.setter
-    def overlaps(self, value: bool) -> None:
-        assert self._parameters is not None, "attach() comes first"
-        self._overlaps = value and self._mirrors is None
-
-    @property
     def _attached(self) -> ShardedParameters:
         assert self._parameters is not None, "attach() comes first"
         return self._parameters
@@ -164,12 +154,10 @@ class Sharded(Averaging):
 
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
-        assert self._parameters is not None, "attach() comes first"
         self._reads.begin_forward()
         # the compiler takes the size of a parameter's memory, which is that of a whole bucket once
         # it lies in one
-        splits = nullcontext() if self._parameters.buckets else super().forward()
-        with splits:
+        with nullcontext() if self._attached.buckets else super().forward():
             yield
         if wait:
             self.wait_parameters()
@@ -235,35 +223,21 @@ class Sharded(Averaging):
         """By parameter, in a rank that holds all of them."""
         return self._moved or [sliced.held_state() for sliced in self._set]
 
-    @staticmethod
-    def _numbered(states: Sequence[State], numbers: dict[Parameter, int]) -> list[State]:
-        return [{numbers.get(key, key): value for key, value in state.items()} for state in states]
-
-    @staticmethod
-    def _by_param(states: Sequence[State], params: Sequence[Parameter]) -> list[State]:
-        by_number = dict(enumerate(params))
-        return [
-            {by_number.get(key, key): value for key, value in state.items()} for state in states
-        ]
-
     @torch.no_grad()
     def _whole_of(self, source: int, comm: Communicator) -> list[State]:
         """The states of the optimizers, and in place the parameters, of rank ``source``.
         Collective.
         """
-        sent: tuple[list[Tensor], list[State]] | None = None
+        params, sent = list(self._module.parameters()), None
         if comm.rank == source:
-            numbers = {param: number for number, param in enumerate(self._module.parameters())}
-            sent = (
-                [param.detach() for param in numbers],
-                self._numbered(self._whole_states(), numbers),
-            )
+            numbers = {param: number for number, param in enumerate(params)}
+            states = [renamed(state, numbers) for state in self._whole_states()]
+            sent = [param.detach() for param in params], states
         received = comm.broadcast_object(sent, src=source, name="optimizer state")
         assert received is not None
-        params = list(self._module.parameters())
         for param, value in zip(params, received[0], strict=True):
             param.data.copy_(value)
-        return self._by_param(received[1], params)
+        return [renamed(state, dict(enumerate(params))) for state in received[1]]
 
     # -- reading parameters and gradients
 

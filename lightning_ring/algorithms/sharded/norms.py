@@ -19,7 +19,7 @@ def clip_grad_norm_(
     params: Iterable[Parameter],
     max_norm: float,
     parameters: ShardedParameters,
-    norm_type: float = 2.0,
+    norm_type: float,
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` over all ranks' parts; collective. Returns the norm before,
     0-d, float64.

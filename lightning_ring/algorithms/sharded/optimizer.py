@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.sharded.elementwise import ELEMENTWISE
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
-from lightning_ring.algorithms.sharded.state import ShardedState, State, gather_state, shard_state
+from lightning_ring.algorithms.sharded.state import (
+    ShardedState,
+    State,
+    gather_state,
+    renamed,
+    shard_state,
+)
 from lightning_ring.comm.replicate import params_of
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.backward import around_closure
@@ -38,7 +44,7 @@ class SlicedOptimizer:
         optimizer: Optimizer,
         parameters: ShardedParameters,
         stepped: Callable[[list[Parameter]], None],
-        mirrors: Mirrors | None = None,
+        mirrors: Mirrors | None,
     ) -> None:
         if optimizer in _sliced:
             raise ConfigurationError(
@@ -59,7 +65,6 @@ class SlicedOptimizer:
         # the optimizer's state, while a `ShardedState` replaces it
         self._hidden_state: State | None = None
         self._unsharded: State = {}  # loaded state of parameters that have no shard yet
-        self._gathering = False
         self._sums_norms = hasattr(optimizer, "norm_all_reduce")
         # another class may change a parameter without a gradient, by weight decay for example
         self._skips_unused = type(optimizer) in ELEMENTWISE
@@ -70,15 +75,11 @@ class SlicedOptimizer:
         ]
         _sliced.add(optimizer)
 
-    @property
-    def holds_shards(self) -> bool:
-        return self._full_params is not None
-
     def use_shards(self) -> None:
         """Put this rank's shards, with their gradients, into ``param_groups``. Waits for all
         parameters.
         """
-        if self.holds_shards:  # its last step raised, or called this one
+        if self._full_params is not None:  # its last step raised, or called this one
             self.use_parameters()
             self._parameters.end_step(())
         self._parameters.reducer.finish()
@@ -87,14 +88,14 @@ class SlicedOptimizer:
         shards = self._parameters.by_param
         self._full_params, self._changed = [], []
         for group in self.optimizer.param_groups:
-            self._full_params.append(group["params"])
-            for param in group["params"]:
+            params = group["params"]
+            self._full_params.append(params)
+            for param in params:
                 if (shard := shards.get(param)) is None:
                     continue
                 shard.weight.grad = self._parameters.own_gradient(param)
                 if param.grad is not None or not self._skips_unused:
                     self._changed.append(param)
-            params = group["params"]
             group["params"] = [shards[p].weight if p in shards else p for p in params]
             group["params"] += [self._mirrored[p].weight for p in params if p in self._mirrored]
         self.show_state()
@@ -137,29 +138,23 @@ class SlicedOptimizer:
         """The ordinary, full state dict on the CPU of rank 0; empty on other ranks. Collective."""
         self.use_parameters()
         self.show_state()
+        mine, unsharded = self.optimizer.state, self._unsharded
         try:
-            return self._gathered(is_rank_zero=is_rank_zero)
-        finally:
-            self.hide_state()
-
-    def _gathered(self, *, is_rank_zero: bool) -> dict[str, Any]:
-        self._forget_empty()
-        mirrors = {shard.weight for shard in self._mirrored.values()}
-        parts = {key: state for key, state in self.optimizer.state.items() if key not in mirrors}
-        state = gather_state(parts, self._parameters, keep=is_rank_zero)
-        if not is_rank_zero:
-            return {}
-        mine, full = self.optimizer.state, self._unsharded | state
-        in_order = [param for param in params_of(self.optimizer) if param in full]
-        self.optimizer.state = defaultdict(
-            dict, {key: full[key] for key in [*in_order, *(full.keys() - in_order)]}
-        )
-        self._gathering = True
-        try:
+            self._forget_empty()
+            mirrors = {shard.weight for shard in self._mirrored.values()}
+            parts = {key: state for key, state in mine.items() if key not in mirrors}
+            full = unsharded | gather_state(parts, self._parameters, keep=is_rank_zero)
+            if not is_rank_zero:
+                return {}
+            in_order = [param for param in params_of(self.optimizer) if param in full]
+            self.optimizer.state = defaultdict(
+                dict, {key: full[key] for key in [*in_order, *(full.keys() - in_order)]}
+            )
+            self._unsharded = {}
             return self.optimizer.state_dict()
         finally:
-            self._gathering = False
-            self.optimizer.state = mine
+            self.optimizer.state, self._unsharded = mine, unsharded
+            self.hide_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load an ordinary state dict: hyper-parameters at once, state when the final buckets
@@ -180,7 +175,7 @@ class SlicedOptimizer:
         saved_ids = [i for group in accepted["param_groups"] for i in group["params"]]
         params = params_of(self.optimizer)
         by_id = dict(zip(saved_ids, params, strict=True))
-        self._unsharded = {by_id.get(key, key): value for key, value in accepted["state"].items()}
+        self._unsharded = renamed(accepted["state"], by_id)
 
     def held_state(self) -> State:
         """What this rank has: parts by shard, and by parameter what is not cut."""
@@ -229,7 +224,7 @@ class SlicedOptimizer:
 
     def _after_step(self, *_: Any) -> None:
         # a class whose step calls that of another class has run the hooks of both
-        if self.holds_shards:
+        if self._full_params is not None:
             self.use_parameters()
             self._stepped(self._changed)
 
@@ -244,8 +239,6 @@ class SlicedOptimizer:
             for p, s in self._unsharded.items()
             if p in shards or not isinstance(p, torch.Tensor)
         }
-        if not made and not loaded:
-            return
         self._unsharded = {p: s for p, s in self._unsharded.items() if p not in loaded}
         for param in made:
             del self.optimizer.state[param]
@@ -269,25 +262,18 @@ class SlicedOptimizer:
 
     def _load(self, loaded: State) -> None:
         # the optimizer's own method knows the dtype and the device of each value
-        index: dict[Any, int] = {p: i for i, p in enumerate(params_of(self.optimizer))}
-        state = {
-            index.get(key, key): value
-            for key, value in (dict(self.optimizer.state) | loaded).items()
-        }
-        groups, start = [], 0
-        for group in self.optimizer.param_groups:
-            stop = start + len(group["params"])
-            groups.append(group | {"params": list(range(start, stop))})
-            start = stop
+        index = {param: i for i, param in enumerate(params_of(self.optimizer))}
+        state = renamed(dict(self.optimizer.state) | loaded, index)
+        groups = [
+            group | {"params": [index[param] for param in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _sum_over_ranks(self, vector: torch.Tensor) -> None:
         self._parameters.comm.all_reduce_(vector, name="norms").wait()
 
     def _add_unsharded(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        if not self._gathering and self._unsharded:
-            params = params_of(self.optimizer)
-            index = {param: i for i, param in enumerate(params)}
-            state_dict["state"].update(
-                {index.get(key, key): value for key, value in self._unsharded.items()}
-            )
+        if self._unsharded:
+            index = {param: i for i, param in enumerate(params_of(self.optimizer))}
+            state_dict["state"].update(renamed(self._unsharded, index))

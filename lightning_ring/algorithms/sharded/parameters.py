@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -80,28 +80,25 @@ class ParameterBucket:
         self.shards: list[ParameterShard] = []
         # memory of the parameters that stay outside
         self._shared_memory: dict[ParameterShard, Tensor] = {}
-        self._views: list[Tensor] = []
+        # of each parameter its place in the bucket, and what replaces that before it has arrived
+        self._places: list[tuple[ParameterShard, Tensor, Tensor]] = []
         self.hidden = False  # until it has arrived
-        self._unreadable: list[Tensor] = []
         # parameters get a storage of their own over this memory: collectives hold aliases of `flat`
         shown = torch.from_dlpack(self.flat)
         self._storage = shown.untyped_storage()
-        for param, view in zip(bucket.params, bucket.views, strict=True):
+        for name, param, view in zip(bucket.names, bucket.params, bucket.views, strict=True):
             _, start, stop = reducer.shards.bounds(param)
             offset = int(view.storage_offset() - like.storage_offset())
             weight = Parameter(self.flat[start:stop])
             shard = ParameterShard(
                 param, offset, view.stride(), start - offset, stop - start, weight
             )
+            place = shard.full(shown)
             self.shards.append(shard)
-            self._views.append(shard.full(shown))
+            self._places.append((shard, place, unreadable_like(place, _TOO_EARLY.format(name))))
         del shown
         self._holders_while_hidden = num_holders(self._storage)
         self._names = list(bucket.names)
-        messages = [_TOO_EARLY.format(name) for name in bucket.names]
-        self._unreadable = [
-            unreadable_like(*pair) for pair in zip(self._views, messages, strict=True)
-        ]
         self.move_in()
 
     @torch.no_grad()
@@ -112,30 +109,31 @@ class ParameterBucket:
         if self.hidden:
             return
         self._shared_memory.clear()
-        for shard, view in zip(self.shards, self._views, strict=True):
+        for shard, place, _ in self._places:
             param = shard.param
-            if not param.numel() or _is_same_view(param, view):
+            # comparisons that launch nothing, not even through torch's dispatcher: every parameter
+            # takes them at every step
+            lies_there = param.data_ptr() == place.data_ptr() and param.shape == place.shape
+            if not param.numel() or (lies_there and param.stride() == place.stride()):
                 continue
             inside = self._contains(param)  # ``param.data = param.data.t()``
             stays = not inside and is_held_elsewhere(param)
-            view.copy_(param.clone() if inside else param)
+            place.copy_(param.clone() if inside else param)
             if stays:
                 self._shared_memory[shard] = param.data
             else:
-                param.data = view
+                param.data = place
 
-    @property
-    def can_be_hidden(self) -> bool:
-        return not self._shared_memory
-
-    def hide(self) -> None:
-        """Until `arrive`, reading a parameter is an error. An alias of its memory stays
-        readable.
+    def hide(self) -> bool:
+        """Until `arrive`, reading a parameter is an error, unless the memory of one is shared.
+        Returns whether it is. An alias of the bucket's memory stays readable.
         """
-        if not self.hidden:
-            for shard, unreadable in zip(self.shards, self._unreadable, strict=True):
-                shard.param.data = unreadable
-        self.hidden = True
+        if not self.hidden and not self._shared_memory:
+            with torch._C.DisableTorchFunction():  # these are no reads
+                for shard, _, unreadable in self._places:
+                    shard.param.data = unreadable
+            self.hidden = True
+        return self.hidden
 
     @property
     def has_aliases(self) -> bool:
@@ -149,19 +147,16 @@ class ParameterBucket:
         """The all-gather has finished: make the parameters readable. What other code has put in
         place of one (``param.data = ...``) stays there, until `move_in`.
         """
-        if self.hidden:
-            for shard, view, unreadable in self._hidden():
+        with torch._C.DisableTorchFunction():
+            for shard, place, unreadable in self._places if self.hidden else ():
                 if _storage(shard.param) == _storage(unreadable):
-                    shard.param.data = view
+                    shard.param.data = place
             self.hidden = False
-        for shard, home in self._shared_memory.items():
-            home.copy_(shard.full(self.flat))
+            for shard, home in self._shared_memory.items():
+                home.copy_(shard.full(self.flat))
 
     def _contains(self, param: Parameter) -> bool:
         return _storage(param) == self._storage._cdata
-
-    def _hidden(self) -> Iterator[tuple[ParameterShard, Tensor, Tensor]]:
-        return zip(self.shards, self._views, self._unreadable, strict=True)
 
     @torch.no_grad()
     def keep_weights(self) -> None:
@@ -178,7 +173,7 @@ class ParameterBucket:
 
     def refuse_reads(self) -> None:
         """In a forked process: reading a parameter is an error from now on."""
-        for name, (shard, _, unreadable) in zip(self._names, self._hidden(), strict=True):
+        for name, (shard, _, unreadable) in zip(self._names, self._places, strict=True):
             make_unreadable(unreadable, _FORKED.format(name))
             if shard not in self._shared_memory:
                 shard.param.data = unreadable
@@ -195,8 +190,7 @@ class ParameterBucket:
             if is_inside and not held:
                 shard.param.data = shard.param.data.clone(memory_format=torch.preserve_format)
             shard.weight.data = self.flat.new_empty(0)
-        self._views.clear()
-        self._unreadable.clear()
+        self._places.clear()
         self._shared_memory.clear()
         self.flat = self.flat.new_empty(0)
         self._storage = self.flat.untyped_storage()
@@ -278,22 +272,17 @@ class ShardedParameters:
 
     def hide(self) -> None:
         """Until its bucket has arrived, reading a parameter is an error."""
-        with torch._C.DisableTorchFunction():  # these are no reads
-            for bucket in list(self._gathers):
-                hidden = bucket.can_be_hidden
-                if hidden:
-                    bucket.hide()
-                if not hidden or bucket.has_aliases:  # an alias cannot be hidden
-                    self._wait_for(bucket)
+        for bucket in list(self._gathers):
+            if not bucket.hide() or bucket.has_aliases:  # an alias cannot be hidden
+                self._wait_for(bucket)
 
     def show(self) -> None:
         """After an exception: make all parameters readable with their current values; new ones
         may never arrive.
         """
         self._stepping = None
-        with torch._C.DisableTorchFunction():
-            for bucket in self.buckets:
-                bucket.arrive()
+        for bucket in self.buckets:
+            bucket.arrive()
 
     def wait(self) -> None:
         self.check_step()
@@ -307,19 +296,16 @@ class ShardedParameters:
         error.
         """
         self._stepping = optimizer, threading.get_ident()
-        with torch._C.DisableTorchFunction():
-            for bucket in self.buckets:
-                if bucket.can_be_hidden:
-                    bucket.hide()
+        for bucket in self.buckets:
+            bucket.hide()
 
     def end_step(self, changed: Iterable[Parameter]) -> None:
         """Start the all-gathers of the parameters that the step has changed."""
         self._stepping = None
         self.gather(changed)
-        with torch._C.DisableTorchFunction():
-            for bucket in self.buckets:
-                if bucket.hidden and bucket not in self._gathers:
-                    bucket.arrive()
+        for bucket in self.buckets:
+            if bucket.hidden and bucket not in self._gathers:
+                bucket.arrive()
 
     @property
     def is_stepping(self) -> bool:
@@ -385,21 +371,9 @@ class ShardedParameters:
                 bucket.move_out()
 
 
-# comparisons that launch nothing, not even through torch's dispatcher: every parameter takes them
-# at every step
-
-
 def _storage(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def _is_same_view(tensor: Tensor, view: Tensor) -> bool:
-    return (
-        tensor.data_ptr() == view.data_ptr()
-        and tensor.shape == view.shape
-        and tensor.stride() == view.stride()
-    )
 
 
 _open: WeakSet[ShardedParameters] = WeakSet()  # of trainings that have not ended

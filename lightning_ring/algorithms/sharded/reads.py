@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,8 +50,10 @@ class ParameterReads:
     def follow(self) -> None:
         """Put hooks on modules that are new. A module keeps the parameters that it waits for."""
         owners: Counter[int] = Counter()
-        modules = {id(module): module for module in _called_from_python(self._module)}
-        for module in modules.values():
+        for module in self._module.modules():
+            # a scripted module's forward reads what is in it, and Python does not see it
+            if module is not self._module and isinstance(module, torch.jit.ScriptModule):
+                continue
             if id(module) not in self._read_by:
                 self._hook(module)
             owners.update(id(param) for param in module.parameters(recurse=False))
@@ -131,11 +133,3 @@ class ParameterReads:
                 "module reads it (compiled code, or a method that is not the module's forward). "
                 "Each forward waits first for such parameters."
             )
-
-
-def _called_from_python(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and all modules in it, except scripted ones."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, torch.jit.ScriptModule):
-            yield from _called_from_python(child)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.sharded.parameters import (
-    ParameterBucket,
-    ParameterShard,
-    ShardedParameters,
-)
+from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
 from lightning_ring.errors import ConfigurationError
 
 State = dict[Any, dict[str, Any]]  # by parameter, and by any other key of an optimizer
 # torch's names of state with one number per parameter
 _SCALARS = ("step", "mu_product", "eta", "mu")
+
+
+def renamed(state: State, names: Mapping[Any, Any]) -> State:
+    """``state`` with the keys that ``names`` gives; others stay."""
+    return {names.get(key, key): value for key, value in state.items()}
 
 
 class ShardedState(MutableMapping[Any, Any]):
@@ -51,7 +52,13 @@ def shard_state(
     """This rank's parts of the full state ``full``, by shard. Values with one number per
     parameter are kept.
     """
-    scalars = _scalar_keys(full)
+    scalars = set(_SCALARS) | {  # and those that are 0-d for a parameter that is not
+        key
+        for param, state in full.items()
+        if isinstance(param, Tensor) and param.dim()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not value.dim()
+    }
     parts: State = {}
     for param, state in full.items():
         if not isinstance(param, Tensor):
@@ -65,17 +72,6 @@ def shard_state(
             for key, value in state.items()
         }
     return parts
-
-
-def _scalar_keys(full: Mapping[Any, dict[str, Any]]) -> set[str]:
-    """Keys whose tensors are 0-d for a parameter that is not."""
-    scalars = set(_SCALARS)
-    for param, state in full.items():
-        if isinstance(param, Tensor) and param.dim():
-            scalars |= {
-                key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()
-            }
-    return scalars
 
 
 def _cut(key: str, value: Tensor, shard: ParameterShard) -> Tensor:
@@ -103,56 +99,47 @@ def gather_state(
             a time.
     """
     scalars = _agreed_scalars(parts, parameters)
-    weights = {shard.weight for bucket in parameters.buckets for shard in bucket.shards}
+    weights = {shard.weight for shard in parameters.by_param.values()}
     full: State = {key: state for key, state in parts.items() if keep and key not in weights}
     for bucket in parameters.buckets:
         held = [(shard, parts[shard.weight]) for shard in bucket.shards if shard.weight in parts]
         for shard, state in held if keep else ():
-            kept = {k: v for k, v in state.items() if k in scalars or not isinstance(v, Tensor)}
-            full[shard.param] = {key: _copy(value) for key, value in kept.items()}
-        for key in sorted({key for _, state in held for key in state} - scalars):
-            values = [
-                (shard, state[key]) for shard, state in held if isinstance(state.get(key), Tensor)
-            ]
-            for dtype in sorted({value.dtype for _, value in values}, key=str):
-                chosen = [(shard, value) for shard, value in values if value.dtype == dtype]
-                for param, value in _gather(bucket, chosen, dtype, parameters, key, keep):
-                    full[param][key] = value
+            full[shard.param] = {
+                key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for key, value in state.items()
+                if key in scalars or not isinstance(value, Tensor)
+            }
+        kinds = {
+            (key, value.dtype)
+            for _, state in held
+            for key, value in state.items()
+            if isinstance(value, Tensor) and key not in scalars
+        }
+        for key, dtype in sorted(kinds, key=str):
+            chosen = [shard for shard, state in held if _is_of(state.get(key), dtype)]
+            flat = torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
+            for shard in chosen:
+                shard.part(flat).copy_(parts[shard.weight][key])
+            parameters.comm.all_gather_(flat, name=f"{key} of {bucket.name}").wait()
+            for shard in chosen if keep else ():
+                whole = shard.full(flat)
+                on_host = whole.to("cpu", copy=True, memory_format=torch.preserve_format)
+                full[shard.param][key] = on_host
     return full
 
 
 def _agreed_scalars(parts: Mapping[Any, dict[str, Any]], parameters: ShardedParameters) -> set[str]:
     """Keys whose value on some rank has not one number per element of its shard."""
-    mine = set()
-    for bucket in parameters.buckets:
-        for shard in bucket.shards:
-            for key, value in parts.get(shard.weight, {}).items():
-                if isinstance(value, Tensor) and tuple(value.shape) != (shard.numel,):
-                    mine.add(key)
+    mine = {
+        key
+        for shard in parameters.by_param.values()
+        for key, value in parts.get(shard.weight, {}).items()
+        if isinstance(value, Tensor) and value.shape != (shard.numel,)
+    }
     return set().union(
         *parameters.comm.all_gather_object(mine, name="optimizer state for save_checkpoint")
     )
 
 
-def _gather(
-    bucket: ParameterBucket,
-    values: list[tuple[ParameterShard, Tensor]],
-    dtype: torch.dtype,
-    parameters: ShardedParameters,
-    key: str,
-    keep: bool,
-) -> Iterable[tuple[Parameter, Tensor]]:
-    flat = torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
-    for shard, value in values:
-        shard.part(flat).copy_(value)
-    parameters.comm.all_gather_(flat, name=f"{key} of {bucket.name}").wait()
-    if not keep:
-        return ()
-    return [
-        (p.param, p.full(flat).to("cpu", copy=True, memory_format=torch.preserve_format))
-        for p, _ in values
-    ]
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+def _is_of(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype == dtype

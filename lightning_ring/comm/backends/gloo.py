@@ -20,7 +20,7 @@ from lightning_ring.comm.communicator import Communicator, CompletedWork, Reduce
 from lightning_ring.comm.exchange import goes_directly
 from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import Channel, RingCommunicator
-from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 
 CHECK_VARIABLE = "RING_CHECK_COLLECTIVES"  # 1: NCCL's calls are compared between ranks
@@ -34,7 +34,6 @@ _INTERRUPTING_TAGS = range(4, 8)
 _LOOK = timedelta(seconds=0.1)
 _NATIVE = (torch.float32, torch.float64)
 _GPU_NAMES = {"nccl": ("CUDA", "cuda", torch.cuda), "xccl": ("Intel", "xpu", torch.xpu)}
-_OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp} | {ReduceOp.AVG: dist.ReduceOp.SUM}
 
 
 def open_torch_communicator(
@@ -100,13 +99,9 @@ def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> Gl
     group. Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks
     agreed on its calls before.
     """
-    own: GlooCommunicator | None = None
-    for part in parts:
-        group = _own_group(policy, sorted(part))
-        if isinstance(group, dist.ProcessGroup):
-            own = GlooCommunicator(group, policy, members=sorted(part), checked=False)
-    assert own is not None, (dist.get_rank(), parts)
-    return own
+    groups = [(_own_group(policy, sorted(part)), sorted(part)) for part in parts]
+    group, members = next(pair for pair in groups if isinstance(pair[0], dist.ProcessGroup))
+    return GlooCommunicator(group, policy, members=members, checked=False)
 
 
 def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
@@ -161,9 +156,11 @@ class GlooCommunicator(RingCommunicator):
         started = _StartedWork()
 
         def run(channel: Channel) -> None:
+            native = getattr(dist.ReduceOp, op.name)
             if op is ReduceOp.AVG:
                 flat.div_(self.world_size)
-            work = dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
+                native = dist.ReduceOp.SUM
+            work = dist.all_reduce(flat, op=native, group=self._group, async_op=True)
             started.arrival = self._arriving.submit(what, lambda: self._wait_for(work))
 
         # torch numbers them in the order of their calls
@@ -210,13 +207,12 @@ class GlooMessage(NamedTuple):
 class GlooTransport:
     """`PointToPoint` over a Gloo process group; ranks are those of the group."""
 
+    while_waiting: Callable[[Sequence[int]], float]
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank = group.rank()
         self.world_size = group.size()
-        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: (
-            DEFAULT_TIMEOUT.total_seconds()
-        )
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> GlooMessage:
         return GlooMessage(self._group.send([tensor], dst, tag), tensor, dst)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.comm.calls import describe
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
+from lightning_ring.comm.waiting import WaitPolicy, poll_until
 from lightning_ring.errors import ConfigurationError
 
 _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still write to their memory
@@ -88,6 +88,8 @@ class MPIMessage:
 class MPITransport:
     """`PointToPoint` over an mpi4py communicator that nobody else uses."""
 
+    while_waiting: Callable[[Sequence[int]], float]
+
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
@@ -96,17 +98,12 @@ class MPITransport:
         self._under_way: set[MPIMessage] = set()
         self.rank: int = comm.rank
         self.world_size: int = comm.size
-        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: (
-            DEFAULT_TIMEOUT.total_seconds()
-        )
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MPIMessage:
-        request = self._comm.Isend(self._bytes(tensor), dst, min(tag, self._highest_tag))
-        return self._keep(MPIMessage(request, tensor, dst, receives=False))
+        return self._begin(self._comm.Isend, tensor, dst, tag, receives=False)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> MPIMessage:
-        request = self._comm.Irecv(self._bytes(tensor), src, min(tag, self._highest_tag))
-        return self._keep(MPIMessage(request, tensor, src, receives=True))
+        return self._begin(self._comm.Irecv, tensor, src, tag, receives=True)
 
     def wait(self, requests: Sequence[MPIMessage]) -> None:
         pending = [message.request for message in requests]
@@ -135,12 +132,14 @@ class MPITransport:
                 message.request.Cancel()
         _UNFINISHED.extend(self._under_way)
 
-    def _keep(self, message: MPIMessage) -> MPIMessage:
+    def _begin(
+        self, start: Callable[..., Any], tensor: Tensor, peer: int, tag: int, *, receives: bool
+    ) -> MPIMessage:
+        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        request = start((memory, self._mpi.BYTE), peer, min(tag, self._highest_tag))
+        message = MPIMessage(request, tensor, peer, receives)
         self._under_way.add(message)
         return message
-
-    def _bytes(self, tensor: Tensor) -> tuple[Any, Any]:
-        return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE
 
 
 def _duplicate(comm: Any, policy: WaitPolicy) -> Any:

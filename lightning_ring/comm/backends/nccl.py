@@ -31,8 +31,6 @@ ENDING_SECONDS = 5.0  # collectives whose peers live end within that; those of a
 # A launch takes microseconds, unless the driver's queue is full behind a kernel that never ends.
 LAUNCH_SECONDS = 1.0
 
-_OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
-
 
 class Launched(NamedTuple):
     """A collective on the streams."""
@@ -251,10 +249,7 @@ class NCCLCommunicator(Communicator):
             return self._host.all_to_all(inputs, outputs, name=name)
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
-        sources, targets = (
-            [as_bytes(tensor) for tensor in inputs],
-            [as_bytes(tensor) for tensor in outputs],
-        )
+        sources, targets = list(map(as_bytes, inputs)), list(map(as_bytes, outputs))
         return self._start(
             what, lambda: dist.all_to_all(targets, sources, group=self._group, async_op=True)
         )
@@ -355,7 +350,8 @@ class NCCLCommunicator(Communicator):
             )
         prepare_(flat, op, self.world_size)
         averages = flat.is_floating_point() and not divides_first(flat.dtype)
-        native = _OPS[op] if op is not ReduceOp.AVG or averages else dist.ReduceOp.SUM
+        named = op if op is not ReduceOp.AVG or averages else ReduceOp.SUM
+        native = getattr(dist.ReduceOp, named.name)
         if flat.is_complex():
             return torch.view_as_real(flat).view(-1), native
         return flat.view(torch.uint8) if flat.dtype is torch.bool else flat, native

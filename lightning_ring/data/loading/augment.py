@@ -5,6 +5,7 @@ on a seed alone.
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -30,10 +31,8 @@ _METHODS = (
     "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ "
     "uniform_"
 )
-_DRAWING = frozenset(
-    [getattr(torch, name) for name in _FUNCTIONS.split()]
-    + [getattr(Tensor, name) for name in _METHODS.split()]
-)
+_DRAWING = {getattr(torch, name) for name in _FUNCTIONS.split()}
+_DRAWING |= {getattr(Tensor, name) for name in _METHODS.split()}
 
 
 class OwnGenerator(TorchFunctionMode):
@@ -62,12 +61,19 @@ class OwnGenerator(TorchFunctionMode):
 
 
 def _states() -> dict[str, Any]:
-    numpy: Any = np.random.get_state()
     return {
         "Python's random": random.getstate(),
-        "numpy.random": (numpy[1].tobytes(), *numpy[2:]),
+        "numpy.random": pickle.dumps(np.random.get_state()),
         "torch's own generator": torch.get_rng_state().numpy().tobytes(),
     }
+
+
+class _OfThread(threading.local):
+    """This thread's copy of a transform, and what torch draws from in it."""
+
+    def __init__(self, transform: Transform) -> None:
+        self.transform: Any = copy.deepcopy(transform)
+        self.draws = OwnGenerator()
 
 
 class SampleTransforms:
@@ -75,31 +81,30 @@ class SampleTransforms:
 
     Each thread has a copy of it, for transforms that keep what they have drawn. Torch draws from a
     generator of the thread, transforms of Albumentations from one of their own.
+
+    Raises:
+        ConfigurationError: Tried on noise of height and width ``size``, it draws from a generator
+            that all threads share; or it cannot be copied, or seeded for each image.
     """
 
-    def __init__(self, transform: Transform) -> None:
-        self.transform = transform
-        self._takes_arrays = _is_of_albumentations(transform)
+    def __init__(self, transform: Transform, size: tuple[int, int]) -> None:
+        kinds = type(transform).__mro__
+        self._takes_arrays = any(kind.__module__.startswith("albumentations") for kind in kinds)
         self._name = f"sample_transform {name_of(transform)}"
-        self._of_thread = threading.local()
-        self._begun = False
-
-    def begin(self, size: tuple[int, int]) -> None:
-        """Try the transform on noise of height and width ``size``; called by the thread that takes
-        batches, before the first image.
-
-        Raises:
-            ConfigurationError: It draws from a generator that all threads share, or cannot be
-                seeded for each image.
-        """
-        if self._begun:
-            return
-        self._begun = True
-        if self._takes_arrays and not hasattr(self.transform, "set_random_state"):
+        if self._takes_arrays and not hasattr(transform, "set_random_state"):
             raise ConfigurationError(
                 f"{self._name} has no set_random_state, so it cannot be seeded for each image. "
                 "Install Albumentations 2 or newer."
             )
+        try:
+            self._of_thread = _OfThread(transform)
+        except (TypeError, NotImplementedError) as error:
+            raise ConfigurationError(
+                f"{self._name} cannot be copied for each thread: {error}. Give it a __deepcopy__."
+            ) from error
+        self._try(size)
+
+    def _try(self, size: tuple[int, int]) -> None:
         restore, before = remember_random_state(), _states()
         try:
             for seed in range(_TRIALS):
@@ -110,7 +115,6 @@ class SampleTransforms:
             used = [name for name, state in _states().items() if state != before[name]]
         finally:
             restore()
-            self._of_thread = threading.local()
         if used:
             raise ConfigurationError(
                 f"{self._name} draws from {' and '.join(used)}, which all threads share: its "
@@ -125,65 +129,41 @@ class SampleTransforms:
         Raises:
             SampleError: The transform raised an error, or made something else than such an image.
         """
-        transform, draws = self._mine()
         try:
-            made = self._made(transform, draws, image, seed)
+            made = self._made(image, seed)
         except Exception as error:
             raise SampleError(f"{self._name} raised {error!r}") from error
-        if made.shape != image.shape or made.dtype != image.dtype:
+        found, expected = _described(made), _described(image)
+        if found != expected:
             raise SampleError(
-                f"{self._name} made {_described(made)}, expected {_described(image)} as it got. "
-                "`crop` sets the size; `transform`, which runs after it, makes floats and "
-                "normalises.",
+                f"{self._name} made {found}, expected {expected} as it got. `crop` sets the size; "
+                "`transform`, which runs after it, makes floats and normalises.",
             )
         if made is not image:
-            image.copy_(made)
+            image.copy_(made.clone())  # it may be the image itself, turned or mirrored
 
-    def _mine(self) -> tuple[Any, OwnGenerator]:
-        """This thread's transform and generator."""
-        if not hasattr(self._of_thread, "mine"):
-            try:
-                self._of_thread.mine = copy.deepcopy(self.transform), OwnGenerator()
-            except (TypeError, NotImplementedError) as error:
-                raise ConfigurationError(
-                    f"{self._name} cannot be copied for each thread: {error}. Give it a "
-                    "__deepcopy__."
-                ) from error
-        mine: tuple[Any, OwnGenerator] = self._of_thread.mine
-        return mine
-
-    def _made(self, transform: Any, draws: OwnGenerator, image: Tensor, seed: int) -> Tensor:
-        if self._takes_arrays:
-            # not set_random_seed, with which each part of a Compose draws the same numbers
-            transform.set_random_state(np.random.default_rng(seed), random.Random(seed))
-            made = transform(image=image.permute(1, 2, 0).numpy())["image"]
-            if isinstance(made, np.ndarray):
-                made = torch.from_numpy(np.ascontiguousarray(made)).permute(2, 0, 1)
-        else:
+    def _made(self, image: Tensor, seed: int) -> Any:
+        transform, draws = self._of_thread.transform, self._of_thread.draws
+        if not self._takes_arrays:
             draws.generator.manual_seed(seed)
             with draws:
-                made = transform(image)
-        if not isinstance(made, Tensor):
-            raise TypeError(
-                f"it gave a {type(made).__name__}, expected a tensor 3 x height x width of uint8"
-            )
-        memory, own = made.untyped_storage().data_ptr(), image.untyped_storage().data_ptr()
-        is_view = made is not image and memory == own  # turned or mirrored
-        return made.clone() if is_view else made
+                return transform(image)
+        # not set_random_seed, with which each part of a Compose draws the same numbers
+        transform.set_random_state(np.random.default_rng(seed), random.Random(seed))
+        made = transform(image=image.permute(1, 2, 0).numpy())["image"]
+        if isinstance(made, np.ndarray):
+            made = torch.from_numpy(np.ascontiguousarray(made)).permute(2, 0, 1)
+        return made
 
 
 def name_of(transform: object) -> str:
     return getattr(transform, "__qualname__", type(transform).__name__)
 
 
-def _is_of_albumentations(transform: object) -> bool:
-    return any(
-        kind.__module__.partition(".")[0] == "albumentations" for kind in type(transform).__mro__
-    )
-
-
-def _described(image: Tensor) -> str:
-    return f"{' x '.join(map(str, image.shape))} of {str(image.dtype).removeprefix('torch.')}"
+def _described(made: object) -> str:
+    if not isinstance(made, Tensor):
+        return f"a {type(made).__name__}"
+    return f"{' x '.join(map(str, made.shape))} of {str(made.dtype).removeprefix('torch.')}"
 
 
 def transform_batch(

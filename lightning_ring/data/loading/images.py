@@ -9,18 +9,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from lightning_ring.data.loading.augment import (
-    SampleTransforms,
-    Transform,
-    transform_batch,
-)
+from lightning_ring.data.decoding import Data
+from lightning_ring.data.loading.augment import SampleTransforms, Transform, transform_batch
 from lightning_ring.data.loading.loader import Loader, LoaderOptions, LoaderTimes, Samples
 from lightning_ring.data.loading.transforms import (
     Crop,
@@ -33,18 +31,14 @@ from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
 from lightning_ring.host.accelerator import gpu_module, is_gpu, send
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 log = logging.getLogger(__name__)
 
 _TRIED = 10  # images in the place of one, of its class and then of any
 
 
 OnError = Literal["raise", "skip"]
-Data = bytes | npt.NDArray[np.uint8]
-"""An encoded image, or its pixels: height x width x 3."""
 
+_UNREADABLE = (SampleError, ShardError, OSError)
 _CHUNK = 8
 _SPARE = 8  # when many batches are let go at once, the memory of the others is freed
 
@@ -117,24 +111,7 @@ class _Room:
 
 
 class ImageBatches:
-    """Makes ``(images, labels)``, or ``(images, labels, indices)``, on ``device``.
-
-    Args:
-        source: The images.
-        crop: Which part of each image, at which size; its random numbers depend on seed, epoch and
-            position alone.
-        transform: Run on the device on the whole batch; `None` leaves uint8 images.
-        device: Where batches go. On a GPU they are copied from pinned memory on a stream of their
-            own.
-        with_indices: Also give each sample's index in ``source``.
-        on_error: What an image does that is damaged: ``"raise"`` ends the iteration, ``"skip"``
-            puts another image into its place: the next of its class, or else the next of all, so
-            that order, crops and other ranks' samples stay as they are. A shard that is missing,
-            cut short or cannot be read ends the iteration all the same (`ShardLostError`). An
-            evaluation that counts each image once wants ``"raise"``.
-        sample_transform: Run on each cropped image.
-        batch_transform: ``(images, labels) -> (images, labels)``, run on the device after
-            ``transform``.
+    """Makes the batches of `image_loader`, which says what the arguments are.
 
     Attributes:
         skipped: The images that were skipped, by index, with the reasons.
@@ -145,11 +122,11 @@ class ImageBatches:
         source: ImageSource,
         crop: Crop,
         transform: DeviceTransform | None,
-        device: torch.device | str = "cpu",
-        with_indices: bool = False,
-        on_error: OnError = "raise",
-        sample_transform: Transform | None = None,
-        batch_transform: Transform | None = None,
+        sample_transform: Transform | None,
+        batch_transform: Transform | None,
+        device: torch.device | str,
+        with_indices: bool,
+        on_error: OnError,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ConfigurationError(f"on_error={on_error!r}: expected 'raise' or 'skip'.")
@@ -165,8 +142,8 @@ class ImageBatches:
         self.chunk: int | None = getattr(source, "chunk", _CHUNK)
         self.crop = crop
         self.with_indices = with_indices
-        self.sample_transforms = sample_transform and SampleTransforms(sample_transform)
-        self._size = height_and_width(crop.size)
+        size = height_and_width(crop.size)
+        self.sample_transforms = sample_transform and SampleTransforms(sample_transform, size)
         self.device = torch.device(device)
         self.transform = None if transform is None else transform.to(self.device)
         self.batch_transform = batch_transform
@@ -174,8 +151,8 @@ class ImageBatches:
             batch_transform.to(self.device)
         self.ahead = is_gpu(self.device)
         self._stream: Any = None
-        self._pool = Pool(self._size, torch.uint8, pinned=self.ahead)
-        self._floats = None if transform is None else Pool(self._size, transform.dtype)
+        self._pool = Pool(size, torch.uint8, pinned=self.ahead)
+        self._floats = None if transform is None else Pool(size, transform.dtype)
 
     # -- in the thread that takes batches, before
 
@@ -185,7 +162,6 @@ class ImageBatches:
         numbers = uniforms(samples.seed, Stream.CROP, *at, self.crop.num_uniforms).tolist()
         seeds: list[int] = []
         if self.sample_transforms is not None:
-            self.sample_transforms.begin(self._size)
             seeds = integers(samples.seed, Stream.SAMPLE, *at, 1)[:, 0].tolist()
         memory = self._pool.take(len(samples))
         return _Room(memory, samples, samples.indices.copy(), numbers, seeds)
@@ -202,26 +178,23 @@ class ImageBatches:
             for place, (index, data) in enumerate(zip(indices, encoded, strict=True), start=offset):
                 try:
                     self._decode(room, place, index, data)
-                except (SampleError, ShardError, OSError) as error:
+                except _UNREADABLE as error:
                     room.indices[place] = self._replace(room, place, index, error)
                     skipped += 1
                 if self.sample_transforms is not None:
-                    self._transform(self.sample_transforms, room, place)
+                    try:
+                        self.sample_transforms.run(room.memory[place], room.seeds[place])
+                    except SampleError as error:
+                        where = self.source.where(int(room.indices[place]))
+                        raise SampleError(f"{where}: {error}") from error
         transforming = perf_counter() - read
         return LoaderTimes(skipped=skipped, reading=read - began, transforming=transforming)
-
-    def _transform(self, transforms: SampleTransforms, room: _Room, place: int) -> None:
-        try:
-            transforms.run(room.memory[place], room.seeds[place])
-        except SampleError as error:
-            where = self.source.where(int(room.indices[place]))
-            raise SampleError(f"{where}: {error}") from error
 
     def _read(self, indices: list[int]) -> list[Data | Exception]:
         """Encoded images; where they may be skipped, the error of each that cannot be read."""
         try:
             return [*self.source.read_many(indices)]
-        except (SampleError, ShardError, OSError) as error:
+        except _UNREADABLE as error:
             self._raise_unless_skipped(error)
             return [error] if len(indices) == 1 else [self._read([index])[0] for index in indices]
 
@@ -250,13 +223,14 @@ class ImageBatches:
         self._skip(index, error)
         labels = self.source.labels
         of_class = np.flatnonzero(labels == labels[index])
-        after = np.roll(of_class, -np.searchsorted(of_class, index))[1 : _TRIED + 1].tolist()
+        after: list[int] = np.roll(of_class, -np.searchsorted(of_class, index)).tolist()
+        after = after[1 : _TRIED + 1]
         after += [(index + step) % len(labels) for step in range(1, _TRIED + 1)]
         for other in after:
             try:
                 self._decode(room, place, other, self._read([other])[0])
-                return int(other)
-            except (SampleError, ShardError, OSError) as failure:
+                return other
+            except _UNREADABLE as failure:
                 self._skip(other, failure)
         raise SampleError(
             f"{self.source.where(index)} cannot be read, nor can any image in its place: is the "
@@ -271,64 +245,60 @@ class ImageBatches:
         if not known:
             where = self.source.where(index)
             reason = str(error) if where in str(error) else f"{where}: {error}"
-            said = "skipped and replaced by another image (%d so far): %s"
-            log.warning("lightning_ring: " + said, len(self.skipped), reason)
+            log.warning(
+                "lightning_ring: skipped and replaced by another image (%d so far): %s",
+                len(self.skipped),
+                reason,
+            )
 
     # -- in the thread that takes batches, after
 
     def start(self, room: _Room) -> list[Tensor]:
         """Images, labels and indices on their way to the device; the memory is given back."""
-        numbers = [torch.from_numpy(self.source.labels[room.indices]).long()]
-        if self.with_indices:
-            numbers.append(torch.from_numpy(room.indices))
-        memory, samples = room.memory, room.samples
         if not self.ahead:
-            images = self._on_host(memory, samples)
-            return self._mixed([images, *(tensor.to(self.device) for tensor in numbers)], samples)
+            return self._sent(room, None)
         gpu = gpu_module(self.device)
         if self._stream is None:
             self._stream = gpu.Stream(self.device)
         with gpu.stream(self._stream):
-            images = memory[: len(samples)].to(self.device, non_blocking=True)
-            copied = gpu.Event()
-            copied.record()
-            images = self._transformed(images, samples)
-            sent = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in numbers]
-            made = self._mixed([images, *sent], samples)
-        self._pool.give_back(memory, copied)
-        return made
+            return self._sent(room, gpu.Event())
 
-    def _on_host(self, memory: Tensor, samples: Samples) -> Tensor:
+    def _sent(self, room: _Room, copied: Any) -> list[Tensor]:
+        """``copied``: an event of a GPU's stream, to be recorded when the images are there."""
+        memory, samples = room.memory, room.samples
         num = len(samples)
         if self.transform is None and self.device.type == "cpu":
-            return self._pool.lend(memory, num)
-        made = self._transformed(memory[:num].to(self.device), samples)
-        self._pool.give_back(memory)
+            images = self._pool.lend(memory, num)
+        else:
+            images = memory[:num].to(self.device, non_blocking=self.ahead)
+            if copied is not None:
+                copied.record()
+            images = self._transformed(images, samples)
+            self._pool.give_back(memory, copied)
+        numbers = [torch.from_numpy(self.source.labels[room.indices]).long()]
+        if self.with_indices:
+            numbers.append(torch.from_numpy(room.indices))
+        # from pageable memory the host would wait for the copy
+        made = [images, *(send(tensor, self.device) for tensor in numbers)]
+        if self.batch_transform is not None:
+            # it draws as the batch's first sample says
+            at = samples.epoch, samples.positions[:1]
+            seed = int(integers(samples.seed, Stream.BATCH, *at, 1).item())
+            made[:2] = transform_batch(self.batch_transform, made[0], made[1], seed)
         return made
 
     def _transformed(self, images: Tensor, samples: Samples) -> Tensor:
         if self.transform is None or self._floats is None:
             return images
-        numbers = None
+        numbers = out = None
         if self.transform.is_random:
             at = samples.epoch, samples.positions
             drawn = uniforms(samples.seed, Stream.COLOR, *at, self.transform.num_uniforms)
-            # from pageable memory the host would wait for the copy
             numbers = send(torch.from_numpy(drawn).float(), self.device)
-        if self.device.type != "cpu":
-            return self.transform(images, numbers)
-        num = len(images)
-        return self.transform(images, numbers, out=self._floats.lend(self._floats.take(num), num))
-
-    def _mixed(self, made: list[Tensor], samples: Samples) -> list[Tensor]:
-        """Images, labels and the rest after `batch_transform`, which draws as the batch's first
-        sample says.
-        """
-        if self.batch_transform is None:
-            return made
-        at = samples.epoch, samples.positions[:1]
-        seed = int(integers(samples.seed, Stream.BATCH, *at, 1).item())
-        return [*transform_batch(self.batch_transform, made[0], made[1], seed), *made[2:]]
+        if self.device.type == "cpu":
+            num = len(images)
+            out = self._floats.lend(self._floats.take(num), num)
+        return self.transform(images, numbers, out=out)
 
     def finish(self, started: list[Tensor]) -> tuple[Tensor, ...]:
         """``started``, which the caller's stream may use."""
@@ -358,18 +328,29 @@ def image_loader(
     `ImageSource`.
 
     Args:
-        source, crop, transform, device, with_indices, on_error: See `ImageBatches`.
+        source: The images.
+        sampler: Of this rank.
+        batch_size: Images of this rank and step; `PKSampler` knows its own.
+        crop: Which part of each image, at which size; its random numbers depend on seed, epoch and
+            position alone.
+        transform: Run on the device on the whole batch; `None` leaves uint8 images.
         sample_transform: Run on each image before ``transform``: uint8, 3 x height x width, to the
             same. A transform of torchvision's v2, of Albumentations, or any function of a tensor.
             What it draws depends on seed, epoch and position alone.
         batch_transform: ``(images, labels) -> (images, labels)``, run on the device after
             ``transform``, such as MixUp. What it draws depends on seed, epoch and the position of
             the batch's first image.
-        sampler: Of this rank.
-        batch_size: Images of this rank and step; `PKSampler` knows its own.
+        device: Where batches go. On a GPU they are copied from pinned memory on a stream of their
+            own.
+        with_indices: Also give each sample's index in ``source``: ``(images, labels, indices)``.
+        on_error: What an image does that is damaged: ``"raise"`` ends the iteration, ``"skip"``
+            puts another image into its place: the next of its class, or else the next of all, so
+            that order, crops and other ranks' samples stay as they are. A shard that is missing,
+            cut short or cannot be read ends the iteration all the same (`ShardLostError`). An
+            evaluation that counts each image once wants ``"raise"``.
         options: ``drop_last``, ``num_threads``, ``ranks_per_node``, ``prefetch``: see `Loader`.
     """
-    transforms = (sample_transform, batch_transform)
-    maker = ImageBatches(source, crop, transform, device, with_indices, on_error, *transforms)
+    transforms = (transform, sample_transform, batch_transform)
+    maker = ImageBatches(source, crop, *transforms, device, with_indices, on_error)
     images = getattr(source, "fingerprint", None)
     return Loader(maker, sampler, batch_size, images=images, **options)

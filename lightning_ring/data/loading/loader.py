@@ -9,17 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 from torch.utils.data import default_collate
+from typing_extensions import Unpack
 
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError
 from lightning_ring.host.cores import available_cores
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(slots=True)
@@ -119,10 +117,6 @@ class _Run:
     place: tuple[int, int]  # rank and world size, which may change before it is saved
     batches: int = 0
 
-    @property
-    def epoch(self) -> int:
-        return int(self.began["epoch"])
-
 
 class Loader:
     """Iterates over the batches of one rank: `image_loader` and `item_loader` build it.
@@ -162,27 +156,26 @@ class Loader:
     ) -> None:
         wanted = getattr(sampler, "batch_size", batch_size)
         if wanted is None or batch_size not in (None, wanted):
-            kind, expected = type(sampler).__name__, wanted or "a number"
             raise ConfigurationError(
-                f"batch_size={batch_size} was given with {kind}, expected {expected}."
+                f"batch_size={batch_size} was given with {type(sampler).__name__}, expected "
+                f"{wanted or 'a number'}."
             )
-        batch_size = wanted
-        smallest = {"batch_size": batch_size, "num_threads": num_threads, "prefetch": prefetch}
-        for name, value in smallest.items():
+        counts = {"batch_size": wanted, "num_threads": num_threads, "prefetch": prefetch}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name}={value} was given, expected at least 1.")
         self.maker = maker
         self.sampler = sampler
-        self.batch_size = batch_size
+        self.batch_size = wanted
         self.drop_last = drop_last
         self.num_threads = num_threads or available_cores(ranks_per_node)
         # enough batches for all threads: each works on the parts of one
-        parts = -(-batch_size // maker.chunk) if maker.chunk else 1
+        parts = -(-wanted // maker.chunk) if maker.chunk else 1
         self.prefetch = max(prefetch, -(-self.num_threads // parts))
         self.times = LoaderTimes()
         self.images = images
         self._run: _Run | None = None
-        self._resumed: tuple[int, int, int] | None = None  # epoch, position, batches before it
+        self._resumed: dict[tuple[int, int], int] = {}  # epoch and position: batches before it
 
     # -- lengths
 
@@ -190,33 +183,31 @@ class Loader:
         """Batches in this epoch, those before a resumed position included: so Lightning counts
         them.
         """
-        return self._batches_before() + self._num_batches(
-            self.sampler.num_left(self.sampler.position)
-        )
+        return self._batches_before() + self._num_batches(self.sampler.position)
 
-    def _num_batches(self, samples: int) -> int:
+    def _num_batches(self, position: int) -> int:
+        """From ``position`` to the end of the epoch."""
+        samples = self.sampler.num_left(position)
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def _batches_before(self) -> int:
-        if self._resumed is not None and self._resumed[:2] == (
-            self.sampler.epoch,
-            self.sampler.position,
-        ):
-            return self._resumed[2]
-        return 0
+        return self._resumed.get((self.sampler.epoch, self.sampler.position), 0)
 
     # -- iteration
 
     def __iter__(self) -> Iterator[Any]:
         # looked at with the first batch: Lightning sets the epoch after it has called iter()
-        sampler = self.sampler
-        place = sampler.rank, sampler.num_replicas
-        run = self._run = _Run(sampler.state_dict(), self._batches_before(), place)
+        run = self._run = self._run_from_here()
         pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="ring-loader")
         try:
             yield from self._batches(pool, run)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
+
+    def _run_from_here(self) -> _Run:
+        sampler = self.sampler
+        place = sampler.rank, sampler.num_replicas
+        return _Run(sampler.state_dict(), self._batches_before(), place)
 
     def _batches(self, pool: ThreadPoolExecutor, run: _Run) -> Iterator[Any]:
         maker, submitted = self.maker, self._submitted(pool)
@@ -226,14 +217,14 @@ class Loader:
             if not started:
                 started.append(self._start(filling.popleft()))
             began = perf_counter()
-            batch, num = started[0][0], started.popleft()[1]
+            batch, num = started.popleft()
             batch = maker.finish(batch)
             self.times += LoaderTimes(batches=1, samples=num, copying=perf_counter() - began)
             filling.extend(islice(submitted, self.prefetch - len(filling)))
             if maker.ahead and filling and all(future.done() for future in filling[0][1]):
                 started.append(self._start(filling.popleft()))
             run.batches += 1
-            if not filling and not started and self.sampler.epoch == run.epoch:
+            if not filling and not started and self.sampler.epoch == run.began["epoch"]:
                 # not later: Lightning asks for lengths, not for a batch after the last one
                 self.sampler.rewind()
             yield batch
@@ -244,15 +235,11 @@ class Loader:
         maker = self.maker
         for samples in self._cut():
             room, size = maker.open(samples), maker.chunk or len(samples)
-            parts = range(0, len(samples), size)
-            yield (
-                room,
-                [
-                    pool.submit(maker.fill, room, start, samples.part(start, start + size))
-                    for start in parts
-                ],
-                len(samples),
-            )
+            futures = [
+                pool.submit(maker.fill, room, start, samples.part(start, start + size))
+                for start in range(0, len(samples), size)
+            ]
+            yield room, futures, len(samples)
 
     def _cut(self) -> Iterator[Samples]:
         """The sampler's blocks as batches."""
@@ -305,14 +292,14 @@ class Loader:
         handed over.
         """
         run, sampler = self._run, self.sampler
-        images = {} if self.images is None else {"images": self.images}
-        if run is None or run.epoch != sampler.epoch:
-            return {"sampler": sampler.state_dict(), "batches": self._batches_before()} | images
+        if run is None or run.began["epoch"] != sampler.epoch:
+            run = self._run_from_here()
         batches = max(0, run.batches - not_trained)
         num = batches * self.batch_size
         with sampler.placed(*run.place):
             position = sampler.advanced(run.began["position"], num)
         state = run.began | {"position": position, "taken": run.began["taken"] + num}
+        images = {} if self.images is None else {"images": self.images}
         return {"sampler": state, "batches": run.batches_before + batches} | images
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -331,8 +318,8 @@ class Loader:
             )
         self.sampler.load_state_dict(state["sampler"])
         self._run = None
-        self._resumed = self.sampler.epoch, self.sampler.position, state["batches"]
-        whole = self._num_batches(self.sampler.num_left(0))
+        self._resumed = {(self.sampler.epoch, self.sampler.position): state["batches"]}
+        whole = self._num_batches(0)
         if len(self) != whole:
             log.warning(
                 "lightning_ring: this epoch began with another number of ranks or batch size and "
@@ -367,15 +354,24 @@ class ItemBatches:
         return []
 
     def fill(self, room: list[Any], offset: int, samples: Samples) -> LoaderTimes:
-        began = perf_counter()
-        got = self._fetch(samples.indices.tolist())
+        began, wanted = perf_counter(), samples.indices.tolist()
+        what, got = f"one of the samples {wanted}", []
+        try:
+            if hasattr(self.items, "__getitems__"):
+                got = list(self.items.__getitems__(wanted))
+            else:
+                for index in wanted:
+                    what = f"sample {index}"
+                    got.append(self.items[index])
+        except Exception as error:
+            raise SampleError(
+                f"{what} of {type(self.items).__name__} cannot be had: {error!r}"
+            ) from error
         fetched = perf_counter()
         try:
             room.append(self.collate(got))
         except Exception as error:
-            raise SampleError(
-                f"samples {samples.indices.tolist()} make no batch: {error!r}"
-            ) from error
+            raise SampleError(f"samples {wanted} make no batch: {error!r}") from error
         return LoaderTimes(transforming=fetched - began, collating=perf_counter() - fetched)
 
     def start(self, room: list[Any]) -> Any:
@@ -383,21 +379,6 @@ class ItemBatches:
 
     def finish(self, started: Any) -> Any:
         return started
-
-    def _fetch(self, indices: list[int]) -> list[Any]:
-        index: int | list[int] = indices
-        try:
-            if hasattr(self.items, "__getitems__"):
-                return list(self.items.__getitems__(indices))
-            got = []
-            for index in indices:
-                got.append(self.items[index])
-            return got
-        except Exception as error:
-            what = f"sample {index}" if isinstance(index, int) else f"one of the samples {index}"
-            raise SampleError(
-                f"{what} of {type(self.items).__name__} cannot be had: {error!r}"
-            ) from error
 
 
 def item_loader(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from lightning_ring.data.decoding import MAX_PIXELS, decode_rgb
+from lightning_ring.data.decoding import MAX_PIXELS, Data, decode_rgb
 from lightning_ring.errors import ConfigurationError
 
 _MAX_REDUCTION = 8
@@ -38,7 +38,7 @@ Size = int | tuple[int, int]
 
 
 def height_and_width(size: Size) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+    return (size, size) if isinstance(size, int) else size
 
 
 class Crop(Protocol):
@@ -114,8 +114,9 @@ class RandomResizedCrop:
             aspect = math.exp(low + (high - low) * uniforms[4 + 2 * turn])
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
-                top, left = (uniforms[0] * (height - h + 1), uniforms[1] * (width - w + 1))
-                return Box(int(top), int(left), h, w, flip)
+                top = int(uniforms[0] * (height - h + 1))
+                left = int(uniforms[1] * (width - w + 1))
+                return Box(top, left, h, w, flip)
         w = min(width, round(height * self.ratio[1]))
         h = min(height, round(width / self.ratio[0]))
         return Box((height - h) // 2, (width - w) // 2, max(h, 1), max(w, 1), flip)
@@ -157,6 +158,7 @@ _TRIES = 10
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _GRAY = (0.2989, 0.587, 0.114)
+_BRIGHTNESS, _CONTRAST = 0, 1  # then saturation
 
 
 class DeviceTransform(nn.Module):
@@ -189,15 +191,10 @@ class DeviceTransform(nn.Module):
         self.reach = brightness, contrast, saturation
         self.dtype = dtype
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
-        self.register_buffer("scale", scale.to(dtype))
-        self.register_buffer(
-            "shift", (-255 * torch.tensor(mean, dtype=torch.float64) * scale).to(dtype)
-        )
-        self.register_buffer("gray", torch.tensor(_GRAY, dtype=dtype), persistent=False)
-        self.scale: Tensor
-        self.shift: Tensor
-        self.gray: Tensor
-        self._for_rows: tuple[Tensor, Tensor, Tensor] | None = None
+        shift = -255 * torch.tensor(mean, dtype=torch.float64) * scale
+        self.scale = nn.Buffer(scale.to(dtype))
+        self.shift = nn.Buffer(shift.to(dtype))
+        self.gray = nn.Buffer(torch.tensor(_GRAY, dtype=dtype), persistent=False)
 
     @property
     def is_random(self) -> bool:
@@ -215,45 +212,35 @@ class DeviceTransform(nn.Module):
         if out is None:
             out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device).permute(0, 3, 1, 2)
         done = out.permute(0, 2, 3, 1)
+        # Whole rows at a time: along three channels a CPU would not use its vector units.
+        width = rows.shape[2]
+        scale, shift = self.scale.repeat(width), self.shift.repeat(width)
         # A CPU takes one image at a time, which then stays in its cache.
         num = 1 if rows.device.type == "cpu" else max(1, len(rows))
         for start in range(0, len(rows), num):
             part = slice(start, start + num)
-            self._transform(rows[part], None if uniforms is None else uniforms[part], done[part])
+            pixels = rows[part].to(self.dtype)
+            if self.is_random:
+                assert uniforms is not None
+                pixels = self._jitter(pixels, uniforms[part].to(self.dtype))
+            pixels = pixels.reshape(-1, 3 * width)
+            torch.addcmul(shift, pixels, scale, out=done[part].view(-1, 3 * width))
         return out
-
-    def _transform(self, rows: Tensor, uniforms: Tensor | None, done: Tensor) -> None:
-        rows = rows.to(self.dtype)
-        if self.is_random:
-            assert uniforms is not None
-            rows = self._jitter(rows, uniforms.to(self.dtype))
-        # Whole rows at a time: along three channels a CPU would not use its vector units.
-        width = rows.shape[2]
-        scale, shift = self._repeated(width)
-        torch.addcmul(shift, rows.reshape(-1, 3 * width), scale, out=done.view(-1, 3 * width))
-
-    def _repeated(self, width: int) -> tuple[Tensor, Tensor]:
-        """Scale and shift for rows of ``width`` pixels, kept for the next batch."""
-        kept = self._for_rows
-        if kept is None or kept[0] is not self.scale or kept[1].numel() != 3 * width:
-            self._for_rows = kept = self.scale, self.scale.repeat(width), self.shift.repeat(width)
-        return kept[1:]
 
     def _jitter(self, rows: Tensor, uniforms: Tensor) -> Tensor:
         """``rows``: batch x height x width x 3, 0 to 255."""
-        for column, (name, reach) in enumerate(
-            zip(("brightness", "contrast", "saturation"), self.reach, strict=True)
-        ):
+        for change, reach in enumerate(self.reach):
             if reach == 0:
                 continue
             low = max(0.0, 1 - reach)
-            factor = (low + (1 + reach - low) * uniforms[:, column]).view(-1, 1, 1, 1)
-            if name == "brightness":
-                rows = (rows * factor).clamp_(0, 255)
-                continue
-            gray = (rows * self.gray).sum(-1, keepdim=True)
-            other = gray.mean((1, 2, 3), keepdim=True) if name == "contrast" else gray
-            rows = torch.lerp(other.expand_as(rows), rows, factor).clamp_(0, 255)
+            factor = (low + (1 + reach - low) * uniforms[:, change]).view(-1, 1, 1, 1)
+            if change == _BRIGHTNESS:
+                rows = rows * factor
+            else:
+                gray = (rows * self.gray).sum(-1, keepdim=True)
+                other = gray.mean((1, 2, 3), keepdim=True) if change == _CONTRAST else gray
+                rows = torch.lerp(other.expand_as(rows), rows, factor)
+            rows.clamp_(0, 255)
         return rows
 
 
@@ -283,12 +270,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def decode_into(
-    out: Tensor,
-    data: bytes | npt.NDArray[np.uint8],
-    crop: Crop,
-    uniforms: Sequence[float],
-) -> None:
+def decode_into(out: Tensor, data: Data, crop: Crop, uniforms: Sequence[float]) -> None:
     """Decode the image ``data``, and resize the part that ``crop`` chooses into ``out``.
 
     The expensive work releases the GIL. Equal to torchvision's antialiased bilinear `resized_crop`
@@ -303,18 +285,20 @@ def decode_into(
     Raises:
         ValueError, OSError: The image cannot be decoded, or has more than `MAX_PIXELS`.
     """
-    image, (top, left, height, width, flip) = _decode(data, crop, uniforms)
+    image, box, factor = _decode(data, crop, uniforms)
+    top, left, height, width = (value // factor for value in box[:4])
     part = image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2)
     pixels = torch.from_numpy(part)
-    if flip:
+    if box.flip:
         pixels = pixels.flip(-1)
     size = height_and_width(crop.size)
     out.copy_(interpolate(pixels, size, mode="bilinear", antialias=True))
 
 
 def _decode(
-    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
-) -> tuple[npt.NDArray[np.uint8], Box]:
+    data: Data, crop: Crop, uniforms: Sequence[float]
+) -> tuple[npt.NDArray[np.uint8], Box, int]:
+    """The image, of which every side may be smaller by the factor; and the part of the whole."""
     if isinstance(data, bytes) and data[:2] == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
@@ -323,14 +307,13 @@ def _decode(
             box, factor = part_of(crop, height, width, uniforms)
             image = simplejpeg.decode_jpeg(
                 data,
-                min_height=-(-height // factor) if factor > 1 else 0,
-                min_width=-(-width // factor) if factor > 1 else 0,
+                min_height=-(-height // factor),
+                min_width=-(-width // factor),
                 min_factor=factor,
                 buffer=_scratch.room(height * width * 3),
             )
-            top, left, height, width = (value // factor for value in box[:4])
-            return image, Box(top, left, height, width, box.flip)
+            return image, box, factor
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
     image = data if isinstance(data, np.ndarray) else decode_rgb(data)
-    return image, part_of(crop, image.shape[0], image.shape[1], uniforms)[0]
+    return image, part_of(crop, image.shape[0], image.shape[1], uniforms)[0], 1

@@ -11,16 +11,15 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
-from lightning_ring.data.decoding import gray_of_16_bits
+from lightning_ring.data.decoding import eight_bits
 from lightning_ring.data.packing.sources import Sources
 from lightning_ring.errors import ConfigurationError, ShardError
 
@@ -30,15 +29,6 @@ _AS_IT_IS = {
     "jpg": {"L", "RGB"},
     "png": {"1", "L", "P", "LA", "RGB", "RGBA"},
     "webp": {"RGB", "RGBA"},
-}
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
 }
 
 
@@ -77,10 +67,6 @@ class PackSettings:
                 raise ConfigurationError(f"{option} {value}: expected {expected}.")
 
 
-class UnusableImageError(ValueError):
-    """This image cannot be packed; the text says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class PackedImage:
     data: bytes  # a whole file
@@ -92,37 +78,37 @@ class PackedImage:
     lies: bool = False  # its EXIF orientation was not applied
 
 
-def prepare_image(data: bytes, settings: PackSettings) -> PackedImage:
+def prepare_image(data: bytes, settings: PackSettings) -> PackedImage | str:
     """The image of the file ``data`` with its shorter side at most ``settings.size`` pixels (0:
-    any), RGB or gray.
+    any), RGB or gray; or the reason why it cannot be packed: the file is no image, is cut short, or
+    its pixels have no 8-bit meaning.
 
     Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are
     kept where a file is copied and ignored where it is encoded anew, as torchvision's image folder
-    ignores them. Raises `UnusableImageError`: the file is no image, is cut short, or its pixels
-    have no 8-bit meaning.
+    ignores them.
     """
     try:
         return _prepare(data, settings)
-    except (UnusableImageError, MemoryError):
+    except MemoryError:
         raise
     except Image.UnidentifiedImageError:
         what = f"not an image; it starts with {data[:12]!r}" if data else "the file is empty"
-        raise UnusableImageError(f"cannot be decoded: {what}") from None
+        return f"cannot be decoded: {what}"
     # decoders raise of every kind on broken files, and one must not end a packing
     except Exception as error:
-        raise UnusableImageError(f"cannot be decoded: {type(error).__name__}: {error}") from error
+        return f"cannot be decoded: {type(error).__name__}: {error}"
 
 
 def _prepare(data: bytes, settings: PackSettings) -> PackedImage:
     size = settings.size
     image: Any = Image.open(BytesIO(data))  # reads the header only
-    orientation = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    turn = orientation if settings.upright else None
-    lies = orientation is not None and turn is None
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    lies = orientation in range(2, 9)
+    turns = lies and settings.upright
     small = size == 0 or min(image.size) <= size
     notes = _notes(image)
     extension = _EXTENSIONS.get(image.format, "")
-    as_it_is = small and turn is None and not notes and image.mode in _AS_IT_IS.get(extension, ())
+    as_it_is = small and not turns and not notes and image.mode in _AS_IT_IS.get(extension, ())
     decoded = image
     if extension == "jpg" and image.mode in ("L", "RGB"):
         try:
@@ -136,14 +122,19 @@ def _prepare(data: bytes, settings: PackSettings) -> PackedImage:
         return PackedImage(data, extension, "copied", lies=lies)
     if not extension:
         notes.append(f"{image.format} to JPEG")
-    pixels = _eight_bits(decoded, notes)
+    pixels = eight_bits(decoded)
+    if pixels is not decoded:
+        is_deep = decoded.mode.startswith("I")
+        notes.append("16-bit gray to 8" if is_deep else f"{decoded.mode} to {pixels.mode}")
     if not small:
         shrunk = tuple(max(size, round(side * size / min(image.size))) for side in image.size)
         pixels = pixels.resize(shrunk, Image.Resampling.BICUBIC, reducing_gap=2.0)
-    if turn is not None:
-        pixels = pixels.transpose(turn)
+    if turns:
+        pixels.getexif()[ExifTags.Base.Orientation] = orientation
+        pixels = ImageOps.exif_transpose(pixels)
     how = "converted" if notes else "shrunk" if not small else "turned"
-    return PackedImage(encode_jpeg(pixels, settings.quality), "jpg", how, "; ".join(notes), lies)
+    encoded = encode_jpeg(pixels, settings.quality)
+    return PackedImage(encoded, "jpg", how, "; ".join(notes), lies and not turns)
 
 
 def _notes(image: Any) -> list[str]:
@@ -170,23 +161,6 @@ def _decode_jpeg(data: bytes, mode: str, small: bool, size: int) -> Any:
     return Image.fromarray(pixels[:, :, 0] if mode == "L" else pixels)
 
 
-def _eight_bits(image: Any, notes: list[str]) -> Any:
-    """``image`` as RGB or gray (L); appends the changes to ``notes``."""
-    if image.mode in ("L", "RGB"):
-        return image
-    if (gray := gray_of_16_bits(image)) is not None:
-        notes.append("16-bit gray to 8")
-        return Image.fromarray(gray)
-    if image.mode in ("I", "F"):
-        kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
-        raise UnusableImageError(
-            f"pixels are {kind} without a known range, expected 8 or 16 bits a channel"
-        )
-    mode = "L" if image.mode == "1" else "RGB"
-    notes.append(f"{image.mode} to {mode}")
-    return image.convert(mode)
-
-
 def encode_jpeg(image: Any, quality: int) -> bytes:
     """``image`` (RGB or gray) as a baseline JPEG, 4:2:0. Releases the GIL."""
     gray = image.mode == "L"
@@ -206,8 +180,10 @@ def prepared_images(
     `ShardError`: A source is there but cannot be read (a failing disk, a network file system that
     is gone).
     """
-    prepare = partial(_prepare_source, sources, settings)
-    futures = ((position, pool.submit(prepare, position)) for position in positions)
+    futures = (
+        (position, pool.submit(_prepare_source, sources, settings, position))
+        for position in positions
+    )
     waiting = deque(islice(futures, ahead))
     while waiting:
         position, future = waiting.popleft()
@@ -228,8 +204,6 @@ def _prepare_source(sources: Sources, settings: PackSettings, position: int) -> 
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for ever
             return "cannot be read: not a regular file"
         return prepare_image(path.read_bytes(), settings)
-    except UnusableImageError as error:
-        return str(error)
     except ValueError as error:  # a zero byte in the path
         return f"cannot be read: {error}"
     except OSError as error:

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,13 +85,22 @@ def pack(
         with only_one(job.target):
             if (job.target / MANIFEST).exists():
                 base = read_manifest(job.target)
-                _remove_left_over(job, base)
+                was = _begun(job)
+                # ended after its manifest had been written
+                if was and was["generation"] <= base.generation:
+                    shutil.rmtree(job.state)
                 if not append:
                     return _packed_already(job, base)
                 job = replace(job, base=base)
             return _pack(job, workers, progress)
     except OSError as error:
-        raise ShardError(_disk_error(error, job.target)) from error
+        free = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = f" ({shutil.disk_usage(job.target).free / 2**20:.0f} MiB are free). Make room"
+        raise ShardError(
+            f"{error.filename or job.target} cannot be written: {error.strerror}{free}. Finished "
+            "shards are kept: run the same command again, and it goes on after the last of them."
+        ) from error
 
 
 @contextmanager
@@ -140,11 +150,10 @@ def _check_paths(job: PackJob) -> None:
         )
 
 
-def _remove_left_over(job: PackJob, manifest: Manifest) -> None:
-    """Remove the state of a packing that was ended after its manifest had been written."""
+def _begun(job: PackJob) -> dict[str, Any]:
+    """The command that is half finished; empty if there is none."""
     settings = job.state / _SETTINGS
-    if settings.exists() and json.loads(settings.read_bytes())["generation"] <= manifest.generation:
-        shutil.rmtree(job.state)
+    return json.loads(settings.read_bytes()) if settings.exists() else {}
 
 
 def _packed_already(job: PackJob, manifest: Manifest) -> Manifest:
@@ -191,8 +200,7 @@ def _refuse_changed(identity: str | None, now: Sources, job: PackJob, state: str
 
 
 def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
-    settings = job.state / _SETTINGS
-    was = json.loads(settings.read_bytes()) if settings.exists() else {}
+    was = _begun(job)
     if was:
         _refuse_other(was, job, "half packed")
     records = read_records(job)
@@ -202,17 +210,17 @@ def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
             _refuse_changed(was.get("listed"), sources, job, "half packed")
         job.state.mkdir(exist_ok=True)
         about = {**job.identity, "generation": job.generation, "listed": sources.identity}
-        write_whole(settings, json.dumps(about).encode())
+        write_whole(job.state / _SETTINGS, json.dumps(about).encode())
         # once, here: threads that load Pillow's plugins at the same time disturb each other
         Image.init()
-        with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
-            left = range(records[-1].next_position if records else 0, len(sources))
-            try:
-                images = prepared_images(sources, left, job.settings, pool, ahead=4 * workers)
-                for record in write_shards(images, sources, list(records), job, progress):
-                    records.append(record)
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+        left = range(records[-1].next_position if records else 0, len(sources))
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="pack")
+        try:
+            images = prepared_images(sources, left, job.settings, pool, ahead=4 * workers)
+            # those that were written before an error are in the list too
+            records.extend(write_shards(images, sources, records, job, progress))
+        finally:
+            pool.shutdown(cancel_futures=True)
         manifest = _finished(job, sources, records)
     except ConfigurationError:
         if not any(record.shard.samples for record in records):
@@ -234,7 +242,7 @@ def _sources(job: PackJob) -> Sources:
     listed = list_sources(job.source, job.settings.group_by_class, job.classes, first)
     if not job.generation:
         return listed
-    there = already_there(ShardIndex(job.target, job.base), listed, job.target)
+    there = _already_there(job, listed)
     return replace(listed, order=listed.order[~there[listed.order]], there=int(there.sum()))
 
 
@@ -252,21 +260,12 @@ def _finished(job: PackJob, sources: Sources, records: list[ShardRecord]) -> Man
     return replace(job.base, counts={**counts, "added": 0, "there": sources.there})
 
 
-def _disk_error(error: OSError, target: Path) -> str:
-    free = ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = f" ({shutil.disk_usage(target).free / 2**20:.0f} MiB are free). Make room"
-    return (
-        f"{error.filename or target} cannot be written: {error.strerror}{free}. Finished shards "
-        "are kept: run the same command again, and it goes on after the last of them."
-    )
-
-
-def already_there(was: ShardIndex, now: Sources, target: Path) -> npt.NDArray[np.bool_]:
-    """For each image of ``now`` whether ``was`` has it, by its name.
+def _already_there(job: PackJob, now: Sources) -> npt.NDArray[np.bool_]:
+    """For each image of ``now`` whether the set has it, by its name.
 
     Raises `ConfigurationError`: the name is there with another class, length or time.
     """
+    was = ShardIndex(job.target, job.base)
     # 8 bytes a name, where a dict of all names would take some 200
     before = np.fromiter((hash(was.name(i)) for i in range(len(was))), np.int64)
     after = np.fromiter((hash(now.name(i)) for i in range(len(now.labels))), np.int64)
@@ -275,13 +274,13 @@ def already_there(was: ShardIndex, now: Sources, target: Path) -> npt.NDArray[np
     for i, j in zip(*np.intersect1d(before, after, return_indices=True)[1:], strict=True):
         if was.name(i) == now.name(j):  # two names may have one hash
             there[j] = True
-            same_class = was.classes[was.labels[i]] == now.classes[now.labels[j]]
+            same_class = job.base.classes[was.labels[i]] == now.classes[now.labels[j]]
             if not same_class or stamps[i] != now.stamps[j]:
                 others.append(now.name(j))
     if others:
         raise ConfigurationError(
-            f"{target} has {len(others)} images of these names with another class, length or time, "
-            f"such as {others[0]}. Nothing was written. Give new images other names, or pack them "
-            "into another folder (`Mixture` reads several); a packed image never changes."
+            f"{job.target} has {len(others)} images of these names with another class, length or "
+            f"time, such as {others[0]}. Nothing was written. Give new images other names, or pack "
+            "them into another folder (`Mixture` reads several); a packed image never changes."
         )
     return there

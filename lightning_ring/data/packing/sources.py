@@ -12,7 +12,7 @@ import json
 import os
 import unicodedata
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,9 +55,6 @@ class LeftOut(NamedTuple):
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-_EXTENSION = f"its extension is none of {' '.join(EXTENSIONS)}; a CSV can list it all the same"
-
-
 def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
     """Every image below a class folder, and everything else by name. Names are relative to
     ``folder``; links are followed.
@@ -81,7 +78,9 @@ def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
                     if file.lower().endswith(EXTENSIONS):
                         yield Found(name, entry.name)
                     else:
-                        yield LeftOut(name, _EXTENSION)
+                        known = " ".join(EXTENSIONS)
+                        reason = f"its extension is none of {known}; a CSV can list it all the same"
+                        yield LeftOut(name, reason)
 
 
 def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
@@ -107,17 +106,17 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
     """
     hashes = array("q")  # 8 bytes a row, where a set of all paths would take some 200
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
-        reader = csv.reader(text)
+        reader = csv.DictReader(text, restval="")
         try:
-            columns = [cell.strip().lower() for cell in next(reader, [])]
+            columns = [cell.strip().lower() for cell in reader.fieldnames or []]
             if columns.count("path") != 1 or columns.count("label") != 1:
                 raise ConfigurationError(
                     f"{file} starts with the columns {columns}, expected path and label. Write "
                     "`path,label` as its first line; paths are relative to its folder, or "
                     "absolute."
                 )
-            for cells in filter(None, reader):
-                row = dict(zip(columns, [*cells, *[""] * len(columns)], strict=False))
+            reader.fieldnames = columns
+            for row in reader:
                 path, label = row["path"].strip(), row["label"].strip()
                 # `./a//b.jpg` and `a/b.jpg` are one path; `..` stays: after a link it leads
                 # elsewhere.
@@ -127,12 +126,11 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
                     hashes.append(hash(path))
                     yield Found(path, label)
                     continue
-                missing = "label" if path else "path"
-                reason = f"line {reader.line_num} of {file.name} has no {missing}"
-                yield LeftOut(path or file.name, reason)
+                where = f"line {reader.line_num} of {file.name}"
+                yield LeftOut(path or file.name, f"{where} has no {'label' if path else 'path'}")
         except csv.Error as error:
             raise ConfigurationError(
-                f"{file}, line {reader.line_num}, is not CSV: {error}."
+                f"{file}, line {reader.reader.line_num}, is not CSV: {error}."
             ) from None
     ascending = np.sort(np.frombuffer(hashes, np.int64))
     repeated = ascending[1:][ascending[1:] == ascending[:-1]]
@@ -141,24 +139,14 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
         raise ConfigurationError(f"{file} lists {name!r} twice. Give each image one row.")
 
 
-def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
-    """Classes in the order of their numbers: sorted as ImageFolder sorts them, or by value if all
-    are numbers.
-
-    So labels 0, 1, ..., 10 of a CSV stay what they are. Raises `ConfigurationError`: two names that
-    people read as one: "cat" and "Cat", "1" and "01", or one accent written in two ways.
-    """
-    names = list(names)
-    check_distinct(names, source)
-    return sorted(names, key=int if _are_numbers(names) else None)
-
-
 def _are_numbers(names: Sequence[str]) -> bool:
     return all(name.isdecimal() and name.isascii() for name in names)
 
 
 def check_distinct(names: Sequence[str], source: Path) -> None:
-    """Raises `ConfigurationError`: two names are one to people."""
+    """Raises `ConfigurationError`: people read two names as one: "cat" and "Cat", "1" and "01", or
+    one accent written in two ways.
+    """
     numbers = _are_numbers(names)
     same: dict[str, str] = {}
     for name in names:
@@ -190,9 +178,6 @@ def read_classes(file: Path) -> list[str]:
         ) from None
     check_distinct(classes, file)
     return list(classes)
-
-
-_SEED = 0  # of the one shuffle that mixes the classes
 
 
 @dataclass(frozen=True)
@@ -253,8 +238,9 @@ def list_sources(
     """The images of ``source``.
 
     Args:
-        classes: Their names in the order of their numbers; left out, ``first``, then the others by
-            `sorted_classes`.
+        classes: Their names in the order of their numbers; left out, ``first``, then the others:
+            sorted as ImageFolder sorts them, or by value if all are numbers, so that labels 0, 1,
+            ..., 10 of a CSV stay what they are.
 
     Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has
     no image, or its classes cannot be told apart, or are none of ``classes``.
@@ -277,13 +263,15 @@ def list_sources(
             f"file with a row for each image.\n{shown}"
         )
     if classes is None:
-        new = [name for name in numbers if name not in set(first)]
-        classes = [*first, *sorted_classes(new, source)]
+        known = set(first)
+        new = [name for name in numbers if name not in known]
+        classes = [*first, *sorted(new, key=int if _are_numbers(new) else None)]
         check_distinct(classes, source)
     labels = _class_numbers(numbers, classes, source)[np.frombuffer(met, np.int32)]
     order = np.argsort(labels, kind="stable")
     if not group_by_class:
-        order = np.random.Generator(np.random.Philox(_SEED)).permutation(len(labels))
+        # the same seed for every set
+        order = np.random.Generator(np.random.Philox(0)).permutation(len(labels))
     listed = Sources(
         folder=str(source if source.is_dir() else source.parent),
         classes=list(classes),

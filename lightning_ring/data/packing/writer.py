@@ -20,20 +20,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_ring.data.packing.image import PackedImage, PackSettings
-from lightning_ring.data.packing.sources import (
-    HEADER,
-    Sources,
-    report_row,
-)
+from lightning_ring.data.packing.sources import HEADER, Sources, report_row
 from lightning_ring.data.shards import (
     BLOCK,
     COLUMNS,
     INDEX_FILES,
     MANIFEST,
     NAMES,
+    NO_SET,
     REPORT,
     Manifest,
     Shard,
@@ -46,11 +42,8 @@ from lightning_ring.host.whole_file import sync_folder, whole_file, write_whole
 _END = bytes(2 * BLOCK)  # two empty blocks end a tar
 _TREATMENTS = ("copied", "shrunk", "turned", "converted", "not turned", "left out")
 
-Columns = dict[str, npt.NDArray[Any]]
+Columns = dict[str, Any]  # arrays
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
-
-
-NO_SET = Manifest([], [], {}, source="", identity="", settings={}, counts={}, generation=-1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class ShardWriter:
 
     def __init__(self, file: BinaryIO, first: int) -> None:
         self._file = file
-        self._next = first
+        self._first = first
         self._sha256 = hashlib.sha256()
         self.bytes = 0
         # of each image: its label and its place among the sources, and in the index
@@ -109,12 +102,11 @@ class ShardWriter:
         return not self.samples or self.bytes + image_bytes + 3 * BLOCK + len(_END) <= most
 
     def add(self, image: PackedImage, label: int, position: int) -> None:
+        name = f"{self._first + self.samples:09d}"
         block, crc32 = self.bytes // BLOCK + 1, zlib.crc32(image.data)
         self.rows.append((label, position, block, len(image.data), crc32))
-        name = f"{self._next:09d}"
         self._member(f"{name}.{image.extension}", image.data)
         self._member(f"{name}.cls", str(label).encode())
-        self._next += 1
 
     def _member(self, name: str, data: bytes) -> None:
         header = tarfile.TarInfo(name)  # no time, no owner: they would change the checksum
@@ -126,15 +118,13 @@ class ShardWriter:
         self._sha256.update(data)
         self.bytes += len(data)
 
-    def finish(self, name: str) -> Shard:
+    def finish(self, name: str) -> tuple[Shard, Columns]:
         """End the tar, which will be called ``name``."""
         self._write(_END)
-        return Shard(name, self.bytes, self.samples, self._sha256.hexdigest())
-
-    def arrays(self) -> Columns:
         table = np.array(self.rows, np.int64)
         places = table[:, 2:].astype(np.uint32)
-        return {"labels": table[:, 0], "positions": table[:, 1], "places": places}
+        columns = {"labels": table[:, 0], "positions": table[:, 1], "places": places}
+        return Shard(name, self.bytes, self.samples, self._sha256.hexdigest()), columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +140,10 @@ class ShardRecord:
     columns: Columns
 
     def write(self, folder: Path) -> None:
-        head = [asdict(self.shard), self.next_position, self.counts]
-        texts = {"head": json.dumps(head).encode(), "report": self.report}
-        arrays: dict[str, Any] = dict(self.columns)
-        arrays |= {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+        head = json.dumps([asdict(self.shard), self.next_position, self.counts]).encode()
+        texts = [np.frombuffer(text, np.uint8) for text in (head, self.report)]
         with whole_file(folder / f"{self.shard.name}.npz") as file:
-            np.savez(file, **arrays)
+            np.savez(file, head=texts[0], report=texts[1], **self.columns)
 
 
 def read_record(path: Path) -> ShardRecord:
@@ -219,12 +207,6 @@ def write_shards(
             if not isinstance(image, str):
                 yield position, image
 
-    def recorded(shard: Shard, next_position: int, columns: Columns) -> ShardRecord:
-        record = ShardRecord(shard, next_position, dict(counts), b"".join(rows), columns)
-        counts.clear()
-        rows.clear()
-        return record
-
     following = usable()
     pending = next(following, None)
     while pending is not None:
@@ -238,14 +220,16 @@ def write_shards(
                     rows.append(report_row("converted", sources.packed_name(position), image.note))
                 writer.add(image, sources.label(position), position)
                 pending = next(following, None)
-            shard = writer.finish(name)
+            shard, columns = writer.finish(name)
         next_position = len(sources) if pending is None else pending[0]
-        record = recorded(shard, next_position, writer.arrays())
+        record = ShardRecord(shard, next_position, dict(counts), b"".join(rows), columns)
         record.write(job.state)
+        counts.clear()
+        rows.clear()
         yield record
         number, first = number + 1, first + shard.samples
     if rows:
-        yield recorded(Shard("", 0, 0, ""), len(sources), {})
+        yield ShardRecord(Shard("", 0, 0, ""), len(sources), dict(counts), b"".join(rows), {})
 
 
 def count_treatments(sources: Sources, records: Sequence[ShardRecord]) -> dict[str, int]:
@@ -271,26 +255,25 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
     _write_index(root, folder, base, sources, records)
 
     # classes of `base` are not new
-    present = {*range(len(base.classes))}.union(
-        *(np.unique(record.columns["labels"]).tolist() for record in records)
-    )
-    for number, name in enumerate(sources.classes):
-        if number not in present:
-            detail = f"has no image; label {number} does not occur"
-            report.append(report_row("empty class", name, detail))
+    present = {*range(len(base.classes))}
+    for record in records:
+        present.update(record.columns["labels"].tolist())
+    empty = [number for number in range(len(sources.classes)) if number not in present]
+    for number in empty:
+        detail = f"has no image; label {number} does not occur"
+        report.append(report_row("empty class", sources.classes[number], detail))
     report_name = f"{folder}/{REPORT}" if job.generation else REPORT
     with whole_file(root / report_name) as file:
         file.writelines(report)
 
     written = [report_name, *(f"{folder}/{name}" for name in INDEX_FILES)]
-    counts["empty classes"] = len({*range(len(sources.classes))} - present)
+    counts["empty classes"] = len(empty)
     shards = [record.shard for record in records]
     files = {name: file_sha256(root / name) for name in sorted(written)}
     if job.generation:
         counts |= {"added": sum(shard.samples for shard in shards), "there": sources.there}
         shards, files = [*base.shards, *shards], {REPORT: base.files[REPORT]} | files
-    settings, source = asdict(job.settings), str(job.source)
-    about = (source, sources.identity, settings, counts, job.generation)
+    about = (str(job.source), sources.identity, asdict(job.settings), counts, job.generation)
     manifest = Manifest(sources.classes, shards, files, *about)
     text = manifest.to_json().encode()
     write_whole(root / folder / MANIFEST, text)  # of this generation, when there is a later one
@@ -318,9 +301,10 @@ def _write_index(
     # One name a line. A name may hold a line feed, so readers go by the ends.
     with whole_file(root / folder / NAMES) as file:
         if index is not None:
-            index.check_all()  # the checksums of the copy would take damage for whole
+            for name in INDEX_FILES:
+                index.check(name)  # the checksums of the copy would take damage for whole
             new["name_ends"] += file.write(index.names[0].data)
-        file.writelines(name + b"\n" for name in names)
+        file.writelines(line + b"\n" for line in names)
     for column, (dtype, _) in COLUMNS.items():
         rows = [new[column]] if index is None else [index.column(column), new[column]]
         with whole_file(root / folder / f"{column}.npy") as file:

@@ -56,10 +56,10 @@ def subkey(
     """Keys of the generators that ``seed`` has for ``stream`` and each pair of ``a`` and ``b``
     (both < 2^48).
     """
-    a_low, a_high = words(a)
-    b_low, b_high = words(b)
+    low, high = words(a)
     # 16 bits are left of each high half; the stream goes above those of one of them
-    mixed = philox((a_low, a_high | np.uint64(stream) << np.uint64(16), b_low, b_high), words(seed))
+    high = high | np.uint64(stream) << np.uint64(16)
+    mixed = philox((low, high, *words(b)), words(seed))
     return mixed[0], mixed[1]
 
 
@@ -67,10 +67,9 @@ def integers(seed: int, stream: Stream, epoch: int, positions: npt.ArrayLike, nu
     """``num`` numbers in [0, 2^32) for each of ``positions`` in ``epoch``: ``len(positions) x
     num``.
     """
-    low, high = words(np.reshape(positions, (-1, 1)))
-    block = np.arange((num + 3) // 4, dtype=np.uint64)[None]
-    drawn = philox((low, high, block, np.zeros_like(block)), subkey(seed, stream, epoch))
-    return np.stack(drawn, axis=-1).reshape(len(low), -1)[:, :num]
+    rows, blocks = np.reshape(positions, (-1, 1)), np.arange((num + 3) // 4)
+    drawn = philox((*words(rows), *words(blocks)), subkey(seed, stream, epoch))
+    return np.stack(drawn, axis=-1).reshape(len(rows), -1)[:, :num]
 
 
 def uniforms(
@@ -88,7 +87,7 @@ _PHILOX_ROUNDS = 7  # the fewest that pass BigCrush
 
 
 def permute(indices: npt.ArrayLike, size: npt.ArrayLike, key: tuple[Words, Words]) -> Ints:
-    """Where ``indices`` (each in ``[0, size)``) go under the permutation of ``range(size)`` that
+    """Where ``indices`` (1-D, in ``[0, size)``) go under the permutation of ``range(size)`` that
     ``key`` chooses.
 
     A Feistel network over Z_a x Z_b, a·b ≥ ``size``, walked until it comes back into the range
@@ -96,10 +95,8 @@ def permute(indices: npt.ArrayLike, size: npt.ArrayLike, key: tuple[Words, Words
     may differ from element to element.
     """
     values = np.array(indices, dtype=np.int64)
-    shape = values.shape
-    values = values.reshape(-1)
-    sizes = np.broadcast_to(np.asarray(size, dtype=np.int64), shape).reshape(-1)
-    k0, k1 = (np.broadcast_to(part, shape).reshape(-1) for part in key)
+    sizes = np.broadcast_to(np.asarray(size, dtype=np.int64), values.shape)
+    k0, k1 = (np.broadcast_to(part, values.shape) for part in key)
     rows = np.ceil(np.sqrt(sizes)).astype(np.int64)
     columns = -(-sizes // np.maximum(rows, 1))
     outside = np.arange(len(values))
@@ -107,7 +104,7 @@ def permute(indices: npt.ArrayLike, size: npt.ArrayLike, key: tuple[Words, Words
         here = slice(None) if len(outside) == len(values) else outside
         values[here] = _feistel(values[here], rows[here], columns[here], (k0[here], k1[here]))
         outside = outside[values[here] >= sizes[here]]
-    return values.reshape(shape)
+    return values
 
 
 def _feistel(values: Ints, rows: Ints, columns: Ints, key: tuple[Words, Words]) -> Ints:
@@ -119,8 +116,5 @@ def _feistel(values: Ints, rows: Ints, columns: Ints, key: tuple[Words, Words]) 
 
 
 def _mix(values: Ints, turn: int, key: tuple[Words, Words]) -> Ints:
-    low, high = words(values)
-    zero = np.zeros((), dtype=np.uint64)
-    return philox((low, high, zero + np.uint64(turn), zero), key, _PHILOX_ROUNDS)[0].astype(
-        np.int64
-    )
+    mixed = philox((*words(values), *words(turn)), key, _PHILOX_ROUNDS)
+    return mixed[0].astype(np.int64)

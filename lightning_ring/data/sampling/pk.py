@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Unpack
 
 from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler, SamplerOptions
 from lightning_ring.data.sampling.weighted import classes_of
 from lightning_ring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _STEPS = 64  # computed at a time
 
@@ -66,7 +63,7 @@ class PKSampler(OrderedSampler):
         self._groups = np.maximum(counts // k, 1)
         self.num_classes = len(counts)
         self.num_passes = max(1, round(int(counts.sum()) / (k * self.num_classes)))
-        if options.get("world_size") is not None:
+        if self._given:
             self._check_classes()
 
     @property

@@ -6,17 +6,15 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
+from typing_extensions import Unpack
 
 from lightning_ring.data.sampling.counters import Ints, Stream, permute, subkey
 from lightning_ring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +64,14 @@ class OrderedSampler(DistributedSampler[int]):
         world_size: int | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        self._given = None if rank is None or world_size is None else (rank, world_size)
-        half_given = self._given is None and (rank, world_size) != (None, None)
-        if half_given or (self._given is not None and not 0 <= self._given[0] < self._given[1]):
-            raise ConfigurationError(
-                f"rank={rank} and world_size={world_size} were given, expected neither, or a rank "
-                "of 0 to world_size - 1."
-            )
+        self._given: tuple[int, int] | None = None
+        if rank is not None or world_size is not None:
+            if rank is None or world_size is None or not 0 <= rank < world_size:
+                raise ConfigurationError(
+                    f"rank={rank} and world_size={world_size} were given, expected neither, or a "
+                    "rank of 0 to world_size - 1."
+                )
+            self._given = rank, world_size
         if not 0 <= seed < 2**63:
             raise ConfigurationError(f"seed={seed} was given, expected 0 to 2^63 - 1.")
         self.presumed: tuple[int, int] | None = None
@@ -274,8 +273,5 @@ class ShuffledSampler(StridedSampler):
             # numbers of this rank's positions
             mine = np.arange(start, min(start + _BLOCK, num), dtype=np.int64)
             positions = self.position + self.rank + mine * self.num_replicas
-            wrapped = positions % self.length
-            yield (
-                positions,
-                permute(wrapped, np.int64(self.length), key) if self.shuffle else wrapped,
-            )
+            indices = positions % self.length
+            yield positions, permute(indices, self.length, key) if self.shuffle else indices

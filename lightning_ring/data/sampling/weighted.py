@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Unpack
 
 from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints, SamplerOptions, StridedSampler
 from lightning_ring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Groups:
@@ -52,8 +50,10 @@ def classes_of(labels: npt.ArrayLike) -> tuple[Groups, str]:
     """
     given = np.asarray(labels)
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or len(given) == 0:
-        found = f"labels of {given.dtype}, shape {given.shape}"
-        raise ConfigurationError(f"{found}, were given, expected an integer for each sample.")
+        raise ConfigurationError(
+            f"labels of {given.dtype}, shape {given.shape}, were given, expected an integer for "
+            "each sample."
+        )
     if given.min() < 0:
         raise ConfigurationError(
             f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0."
@@ -77,11 +77,7 @@ _GOLDEN = 0.6180339887498949
 
 
 class WeightedSampler(StridedSampler):
-    """Draws from groups of samples by their weights.
-
-    Draws are systematic rather than independent: each group gets its share of every stretch of some
-    65,000 draws up to one draw, and within a group no sample comes again before all of it have
-    come, over epochs too.
+    """Draws from groups of samples by their weights, as `BalancedSampler` says of its classes.
 
     An epoch of n draws is n equidistant points on the line on which each group has a piece as long
     as its share. A round takes every (number of rounds)-th of them, shuffled. How often a group was
@@ -90,9 +86,7 @@ class WeightedSampler(StridedSampler):
     Args:
         members: The samples of each group.
         weights: Of the groups, float64 above 0; their sum is no matter.
-        num_samples: Draws in an epoch over all ranks; the number of samples if left out. Above
-            65,536 it is rounded up to whole rounds of equal length (`length` says the result). The
-            rest of a division by the ranks is dropped.
+        num_samples: As of `BalancedSampler`.
         options: See `OrderedSampler`.
     """
 
@@ -160,13 +154,13 @@ class WeightedSampler(StridedSampler):
         every epoch.
         """
         shift = (0.5 + epoch * _GOLDEN) % 1.0
-        return cast(Ints, np.clip(np.ceil(self._pieces - shift), 0, self.length).astype(np.int64))
+        return np.clip(np.ceil(self._pieces - shift), 0, self.length).astype(np.int64)
 
     def _first_slots(self, first_points: Ints, residue: np.int64) -> Ints:
         """The same in one round, which has the points that leave ``residue`` when divided by the
         number of rounds.
         """
-        return cast(Ints, -((residue - first_points) // self.num_rounds))
+        return -((residue - first_points) // self.num_rounds)
 
     def _drawn(self, epoch: int) -> Ints:
         """How often each group was drawn before ``epoch``."""
@@ -212,7 +206,6 @@ class BalancedSampler(WeightedSampler):
         members, fingerprint = classes_of(labels)
         weights = members.counts.astype(np.float64) ** (1 - beta)
         super().__init__(members, weights, num_samples, fingerprint, **options)
-        self.beta = beta
         self.kind = f"balanced, beta={beta:g}, {self.length} draws"
 
 

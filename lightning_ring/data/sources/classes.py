@@ -45,16 +45,15 @@ def numbered(
             f"{what} has the label {strange[0]!r}, expected a whole number or the name of a class "
             "for each image."
         )
-    names, numbers = np.unique(found.astype(str), return_inverse=True)
-    places = {
-        name: place for place, name in enumerate(names.tolist() if classes is None else classes)
-    }
-    if missing := [name for name in names.tolist() if name not in places]:
+    unique, numbers = np.unique(found.astype(str), return_inverse=True)
+    names = unique.tolist()
+    places = {name: place for place, name in enumerate(names if classes is None else classes)}
+    if missing := [name for name in names if name not in places]:
         raise ConfigurationError(
             f"{what} has {len(missing)} classes that are not in classes=[...], such as "
             f"{missing[0]!r}. Add them at its end, or leave their images out."
         )
-    return np.array([places[name] for name in names.tolist()], np.int32)[numbers], list(places)
+    return np.array([places[name] for name in names], np.int32)[numbers], list(places)
 
 
 def numbered_column(

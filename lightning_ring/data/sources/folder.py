@@ -65,8 +65,8 @@ class ImageFolder:
                 f"{self.root}/CLASS/name.jpg. Known extensions: {', '.join(EXTENSIONS)}."
             )
         self.labels = np.array(labels, dtype=np.int32)
-        counts = np.bincount(self.labels, minlength=len(self.classes))
-        empty = [self.classes[number] for number in np.flatnonzero(counts == 0)]
+        present = set(labels)
+        empty = [name for number, name in enumerate(self.classes) if number not in present]
         self._report("found %d classes without images: %s", empty)
         self._report("left out %d files and folders that are not images of a class: %s", others)
         content = "\0".join([*self.classes, "", *self._names]).encode("utf-8", "surrogateescape")

@@ -27,7 +27,7 @@ class HuggingFaceImages:
 
     Attributes:
         labels: Class number of every image, int32.
-        classes: Names of the classes, if they are known.
+        classes: Names of the classes; None if they are not known.
         fingerprint: Equal for equal labels in the same order and the same first and last images.
 
     Raises:
@@ -64,9 +64,9 @@ class HuggingFaceImages:
         features = dataset.features
         for column in (image, label):
             if column not in features:
-                found = ", ".join(features)
                 raise ConfigurationError(
-                    f"the data set has the columns {found}, expected {column!r} among them."
+                    f"the data set has the columns {', '.join(features)}, expected {column!r} "
+                    "among them."
                 )
         try:
             encoded = dataset.select_columns([image]).cast_column(
@@ -83,12 +83,9 @@ class HuggingFaceImages:
             ) from error
         if classes is None and isinstance(features[label], datasets.ClassLabel):
             classes = features[label].names
-        self.labels, names = numbered_column(labels, classes, f"the column {label!r}")
-        if names is not None:
-            self.classes = names
-        self.fingerprint = digest(
-            image, self.labels, names, np.frombuffer(b"".join(ends), np.uint8)
-        )
+        self.labels, self.classes = numbered_column(labels, classes, f"the column {label!r}")
+        content = np.frombuffer(b"".join(ends), np.uint8)
+        self.fingerprint = digest(image, self.labels, self.classes, content)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -103,10 +100,8 @@ class HuggingFaceImages:
 
     def where(self, i: int) -> str:
         """Image ``i`` for an error message."""
-        row = self.dataset[int(i)][self.image]
-        return (
-            f"image {i}" + (f" ({row['path']})" if row and row["path"] else "") + f" of {len(self)}"
-        )
+        row = self.dataset[int(i)][self.image] or {"path": None}
+        return f"image {i} ({row['path'] or 'no path'}) of {len(self)}"
 
 
 def _encoded(row: dict[str, Any] | None) -> bytes:

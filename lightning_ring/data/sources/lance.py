@@ -27,7 +27,7 @@ class LanceImages:
 
     Attributes:
         labels: Class number of every image, int32.
-        classes: Names of the classes, if they are known.
+        classes: Names of the classes; None if they are not known.
         fingerprint: Equal for the same rows of the same version, also of a copy.
 
     Raises:
@@ -57,7 +57,7 @@ class LanceImages:
         self.dataset = dataset
         self.image = image
         shown = f"{dataset.uri}, version {dataset.version}"
-        wanted = {"label": f"`{label}`"} | ({} if where is None else {"kept": where})
+        wanted = {"label": f"`{label}`", "kept": "true" if where is None else where}
         try:
             field = dataset.schema.field(image)
             table = dataset.to_table(columns=wanted)
@@ -72,24 +72,19 @@ class LanceImages:
                 f"{shown}: the column {image!r} is of {field.type} {metadata or ''}, expected "
                 "binary: encoded images, not stored as blobs."
             )
-        self._rows = None
-        if where is not None:
-            kept = table["kept"]
-            if str(kept.type) != "bool":
-                raise ConfigurationError(
-                    f"where={where!r} is {kept.type}, expected a condition, true or false."
-                )
-            kept = kept.fill_null(False)
-            self._rows = np.flatnonzero(kept.to_numpy())
-            table = table.filter(kept)
-        labels, names = numbered_column(table["label"], classes, f"{shown}: the column {label!r}")
-        self.labels = labels
-        if names is not None:
-            self.classes = names
+        kept = table["kept"]
+        if str(kept.type) != "bool":
+            raise ConfigurationError(
+                f"where={where!r} is {kept.type}, expected a condition, true or false."
+            )
+        kept = kept.fill_null(False)
+        self._rows = None if where is None else np.flatnonzero(kept.to_numpy())
+        table = table.filter(kept)
+        what = f"{shown}: the column {label!r}"
+        self.labels, self.classes = numbered_column(table["label"], classes, what)
         files = [str(fragment.metadata.to_json()) for fragment in dataset.get_fragments()]
-        self.fingerprint = (
-            f"version {dataset.version}, {digest(files, image, self._rows, labels, names)}"
-        )
+        content = digest(files, image, self._rows, self.labels, self.classes)
+        self.fingerprint = f"version {dataset.version}, {content}"
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from lightning_ring.data.decoding import rgb_pixels
+from lightning_ring.data.decoding import Data, rgb_pixels
 from lightning_ring.data.sources.classes import digest, numbered
 from lightning_ring.errors import ConfigurationError, SampleError
 
@@ -32,7 +31,7 @@ class MapStyleImages:
 
     Attributes:
         labels: Class number of every image, int32.
-        classes: Names of the classes, if they are known.
+        classes: Names of the classes; None if they are not known.
         fingerprint: Equal for data sets of one class with equal labels in the same order.
 
     Raises:
@@ -65,15 +64,13 @@ class MapStyleImages:
                 "MapStyleImages(dataset, labels=[...]); of a Subset, [targets[i] for i in "
                 "subset.indices]."
             )
-        self.labels, names = numbered(labels, classes, f"labels of {kind}")
-        if names is not None:
-            self.classes = names
-        self.fingerprint = digest(kind, self.labels, names)
+        self.labels, self.classes = numbered(labels, classes, f"labels of {kind}")
+        self.fingerprint = digest(kind, self.labels, self.classes)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read_many(self, indices: Sequence[int]) -> list[bytes | npt.NDArray[np.uint8]]:
+    def read_many(self, indices: Sequence[int]) -> list[Data]:
         """Images, encoded or as pixels (height x width x 3), in the order of ``indices``.
 
         Raises:
@@ -81,7 +78,7 @@ class MapStyleImages:
         """
         return [self._read(int(i)) for i in indices]
 
-    def _read(self, i: int) -> bytes | npt.NDArray[np.uint8]:
+    def _read(self, i: int) -> Data:
         try:
             image = self.dataset[i][0]
             if hasattr(image, "convert"):  # Pillow's

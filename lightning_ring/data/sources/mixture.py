@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_ring.errors import ConfigurationError
 
@@ -35,7 +34,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Any]) -> None:
         if not sources:
             raise ConfigurationError("Mixture([]) was called, expected one set or more.")
-        named = [source for source in sources if hasattr(source, "classes")]
+        named = [source for source in sources if getattr(source, "classes", None)]
         if named and len(named) < len(sources):
             raise ConfigurationError(
                 f"{len(named)} of {len(sources)} sets name their classes, expected all or none: "
@@ -45,19 +44,17 @@ class Mixture:
         self.sizes = [len(source) for source in sources]
         self._ends = list(accumulate(self.sizes))
         self.classes = list(dict.fromkeys(name for source in named for name in source.classes))
-        self.labels: npt.NDArray[np.int32] = np.concatenate(
-            [self._labels(source) for source in sources]
-        )
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        labels = []
+        for source in sources:
+            own = np.asarray(source.labels, np.int32)
+            if named:
+                own = np.array([numbers[name] for name in source.classes], np.int32)[own]
+            labels.append(own)
+        self.labels = np.concatenate(labels)
         self.chunk = max(getattr(source, "chunk", 8) for source in sources)
         parts = [str(getattr(source, "fingerprint", len(source))) for source in sources]
         self.fingerprint = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-
-    def _labels(self, source: Any) -> npt.NDArray[np.int32]:
-        labels = np.asarray(source.labels, dtype=np.int32)
-        if not self.classes:
-            return labels
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        return np.array([numbers[name] for name in source.classes], dtype=np.int32)[labels]
 
     def __len__(self) -> int:
         return self._ends[-1]

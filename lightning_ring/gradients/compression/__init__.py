@@ -18,21 +18,6 @@ if TYPE_CHECKING:
     from lightning_ring.gradients.compression.terngrad import TernGrad
     from lightning_ring.gradients.compression.top_k import TopK
 
-_MODULES = {
-    "BF16": "cast",
-    "Compressor": "compressor",
-    "DGC": "dgc",
-    "ErrorFeedback": "error_feedback",
-    "FP16": "cast",
-    "FP32": "cast",
-    "GradientLayout": "compressor",
-    "Int8": "int8",
-    "OneBit": "one_bit",
-    "PowerSGD": "powersgd",
-    "TernGrad": "terngrad",
-    "TopK": "top_k",
-}
-
 __all__ = [
     "BF16",
     "COMPRESSORS",
@@ -57,9 +42,8 @@ class RegisteredCompressor:
     module: str  # of this package
     class_name: str  # its arguments have defaults
 
-    def build(self, **arguments: Any) -> Compressor:
-        module = import_module(f"lightning_ring.gradients.compression.{self.module}")
-        compressor: Compressor = getattr(module, self.class_name)(**arguments)
+    def build(self) -> Compressor:
+        compressor: Compressor = __getattr__(self.class_name)()
         return compressor
 
 
@@ -73,6 +57,11 @@ COMPRESSORS: Mapping[str, RegisteredCompressor] = {
     "topk": RegisteredCompressor("top_k", "TopK"),
     "dgc": RegisteredCompressor("dgc", "DGC"),
     "powersgd": RegisteredCompressor("powersgd", "PowerSGD"),
+}
+_MODULES = {known.class_name: known.module for known in COMPRESSORS.values()} | {
+    "Compressor": "compressor",
+    "ErrorFeedback": "error_feedback",
+    "GradientLayout": "compressor",
 }
 
 

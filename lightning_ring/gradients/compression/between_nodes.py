@@ -95,8 +95,23 @@ class BetweenNodes(Compressor):
             parts.append(Part(flat, values, group, error, name))
             return SteppedWork(self.average(parts[0]) if values.numel() else iter(()))
 
-        work = comm.average_by(flat, start, name=name)
-        return ChainedWork(work, lambda: _keep(lost, parts[0], comm.world_size))
+        def arrived() -> None:
+            """Take over state and ``lost``, unless the average is not finite: a loss scaler then
+            skips the step.
+            """
+            part = parts[0]
+            if lost is not None and part.lost is not None:
+                error = part.lost
+                if error.numel() < lost.numel():
+                    # The error of the node's average, which this rank alone keeps, is divided by
+                    # the ranks of the node next time. What this rank owed elsewhere has travelled
+                    # with the node's sum.
+                    error = torch.zeros_like(lost)
+                    part.of(error).copy_(part.lost).mul_(comm.world_size // part.group.world_size)
+                part.updates.append((lost, error))
+            keep_if_finite(flat, part.updates)
+
+        return ChainedWork(comm.average_by(flat, start, name=name), arrived)
 
 
 class SteppedWork:
@@ -122,23 +137,6 @@ class SteppedWork:
 
     def done(self) -> bool:
         return self._current is None
-
-
-def _keep(lost: Tensor | None, part: Part, num_ranks: int) -> None:
-    """Take over state and ``lost``, unless the average is not finite: a loss scaler then skips
-    the step.
-    """
-    updates = list(part.updates)
-    if lost is not None and part.lost is not None:
-        error = part.lost
-        if error.numel() < lost.numel():
-            # The error of the node's average, which this rank alone keeps, is divided by the ranks
-            # of the node next time. What this rank owed elsewhere has travelled with the node's
-            # sum.
-            error = torch.zeros_like(lost)
-            part.of(error).copy_(part.lost).mul_(num_ranks // part.group.world_size)
-        updates.append((lost, error))
-    keep_if_finite(part.whole, updates)
 
 
 def messages(count: int, length: int, like: Tensor) -> Tensor:

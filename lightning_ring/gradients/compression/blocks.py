@@ -29,14 +29,14 @@ class BlockCode:
         width: Bytes of a block's numbers.
         encode_blocks: Writes 1-D float32 values, of which the last block may be shorter, to numbers
             (int8, with room for whole blocks) and scales.
-        decode_blocks: Takes numbers, scales, and values to replace.
-        kernels: The code's name in the module `kernels`; empty if it has none.
+        decode_blocks: Takes values to replace, numbers, and scales.
+        kernels: The code's name in the module `kernels`.
     """
 
     width: int
     encode_blocks: Callable[[Tensor, Tensor, Tensor], None]
     decode_blocks: Callable[[Tensor, Tensor, Tensor], None]
-    kernels: str = ""
+    kernels: str
 
     def num_bytes(self, numel: int) -> int:
         """Length of the message of ``numel`` values: a multiple of 4."""
@@ -48,30 +48,27 @@ class BlockCode:
         """
         numbers, scales = self._cut(messages)
         length = shard_length(values.numel(), len(messages))
-        if self.kernels and (kernels := triton_kernels(values)):
+        if kernels := triton_kernels(values):
             kernels.encode(self.kernels, values, numbers, scales, length)
             return
-        shards = zip(values.split(length), numbers, scales, strict=False)
-        for own, own_numbers, own_scales in shards:
-            self.encode_blocks(own, own_numbers, own_scales)
+        for shard in zip(values.split(length), numbers, scales, strict=False):
+            self.encode_blocks(*shard)
 
     def decode(self, messages: Tensor, values: Tensor) -> None:
         """Replace each shard of ``values`` by the one that was encoded in its row."""
         numbers, scales = self._cut(messages)
         length = shard_length(values.numel(), len(messages))
-        if self.kernels and (kernels := triton_kernels(values)):
+        if kernels := triton_kernels(values):
             kernels.decode(self.kernels, values, numbers, scales, length)
             return
-        shards = zip(values.split(length), numbers, scales, strict=False)
-        for own, own_numbers, own_scales in shards:
-            self.decode_blocks(own_numbers, own_scales, own)
+        for shard in zip(values.split(length), numbers, scales, strict=False):
+            self.decode_blocks(*shard)
 
     def average(self, messages: Tensor, values: Tensor) -> None:
         """Replace ``values`` by the average of all rows, each of which holds as many values."""
-        if self.kernels and (kernels := triton_kernels(values)):
-            numbers, scales = self._cut(messages)
+        if kernels := triton_kernels(values):
             length = shard_length(values.numel(), 1)
-            kernels.decode(self.kernels, values, numbers, scales, length, len(messages))
+            kernels.decode(self.kernels, values, *self._cut(messages), length, len(messages))
             return
         self.decode(messages[:1], values)
         other = torch.empty_like(values)
@@ -122,10 +119,9 @@ def triton_kernels(values: Tensor) -> ModuleType | None:
 @functools.cache
 def _imported_kernels() -> ModuleType | None:
     try:
-        import triton  # noqa: F401  # torch for GPUs may come without it
-    except ImportError:
+        return importlib.import_module("lightning_ring.gradients.compression.kernels")
+    except ImportError:  # torch for GPUs may come without Triton
         return None
-    return importlib.import_module("lightning_ring.gradients.compression.kernels")
 
 
 def average_in_two_legs(
@@ -153,40 +149,37 @@ def average_in_two_legs(
     own = aligned_shard(values, size, mine)
     length = code.num_bytes(shard_length(values.numel(), size))
     one_leg = size == 2 and server is None
-    if one_leg and not shard_only:
-        of_both = messages(4, length, values)
-        sent = of_both[2 * mine : 2 * mine + 2]
-        code.encode(values, sent)
-        work = group.all_gather_(of_both.view(-1), name=part.name)
-        if lost is not None:  # while the messages travel
-            _subtract_decoded(code, values, sent, lost)
-        yield work
-        for index in range(2):
-            code.average(of_both[index::2], aligned_shard(values, 2, index))
-        return
-    sent = messages(size, length, values)
-    own_message = sent[mine : mine + 1]
+    to_both = one_leg and not shard_only
+    rows = messages(4 if to_both else size, length, values)
+    sent = rows[2 * mine : 2 * mine + 2] if to_both else rows
     code.encode(values, sent)
-    received = torch.empty_like(sent)
-    targets = [sent[index] for index in group.shard_indices]
-    work = group.all_to_all(targets, list(received), name=part.name)
+    if to_both:
+        work = group.all_gather_(rows.view(-1), name=part.name)
+    else:
+        received = torch.empty_like(sent)
+        targets = [sent[index] for index in group.shard_indices]
+        work = group.all_to_all(targets, list(received), name=part.name)
     if lost is not None:  # while the messages travel
         _subtract_decoded(code, values, sent, lost)
     yield work
+    if to_both:
+        for index in range(2):
+            code.average(rows[index::2], aligned_shard(values, 2, index))
+        return
     if one_leg:
         code.average(received, own)
         return
     mean = torch.empty_like(own)
     code.average(received, mean)
-    owed = None if server is None else aligned_shard(server, size, mine)
-    if owed is not None:
-        mean += owed
+    if server is not None:
+        mean += aligned_shard(server, size, mine)
+    own_message = sent[mine : mine + 1]
     code.encode(mean, own_message)
-    if owed is not None:
+    if server is not None or lost is not None:
         error = _subtract_decoded(code, mean, own_message, torch.empty_like(mean))
-        part.updates.append((owed, error))
+    if server is not None:
+        part.updates.append((aligned_shard(server, size, mine), error))
     elif lost is not None:
-        error = _subtract_decoded(code, mean, own_message, torch.empty_like(mean))
         aligned_shard(lost, size, mine).add_(error, alpha=size)
     if shard_only:
         code.decode(own_message, own)

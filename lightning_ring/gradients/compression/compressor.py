@@ -131,7 +131,7 @@ def counterpart(other: Tensor, flat: Tensor, part: Tensor) -> Tensor:
 
 def bounds_of(flat: Tensor, layout: GradientLayout) -> list[tuple[int, int]]:
     """Start and end of each gradient in ``flat``, in the order of memory."""
-    starts = [int(view.storage_offset() - flat.storage_offset()) for view in layout.views]
     return sorted(
-        (start, start + view.numel()) for start, view in zip(starts, layout.views, strict=True)
+        (start := int(view.storage_offset() - flat.storage_offset()), start + view.numel())
+        for view in layout.views
     )

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, Work
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL
-from lightning_ring.gradients.compression.compressor import GradientLayout
 from lightning_ring.gradients.compression.error_feedback import (
     ErrorFeedback,
     NamedBuffers,
@@ -83,10 +83,12 @@ class DGC(ErrorFeedback):
         self.warmup_steps = warmup_steps
         self.num_backwards = 0
         self._velocity = NamedBuffers()
+        self._parts.append(self._velocity)
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        found = {key for group in groups for key in ("momentum", "betas") if _is_set(group, key)}
+        keys = [(group, key) for group in groups for key in ("momentum", "betas")]
+        found = {key for group, key in keys if tree_leaves(group.get(key, 0))[0]}
         if self.momentum and found:
             raise ConfigurationError(
                 f"compression 'dgc' has momentum={self.momentum}, and an optimizer has "
@@ -98,28 +100,13 @@ class DGC(ErrorFeedback):
         """This rank's u of the parameter ``name``, with its shape."""
         return self._velocity.of_parameter(name)
 
-    def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
-        self._velocity.prepare(flat, layout)
-        super().prepare(flat, layout)
-
-    def forget_tensors(self) -> None:
-        self._velocity.forget_tensors()
-        super().forget_tensors()
-
-    def start_again(self) -> None:
-        self._velocity.zero_()
-        super().start_again()
-
     def begin_backward(self) -> None:
-        self._largest.ratio = self.ratio_of(self.num_backwards)
+        self._largest.ratio = self.ratio
+        if self.num_backwards < self.warmup_steps:
+            stage = len(WARM_UP_RATIOS) * self.num_backwards // self.warmup_steps
+            self._largest.ratio = max(self.ratio, WARM_UP_RATIOS[stage])
         self.num_backwards += 1
         super().begin_backward()
-
-    def ratio_of(self, backward: int) -> float:
-        """Share of the gradients that travels in the backward of this number, from 0."""
-        if backward >= self.warmup_steps:
-            return self.ratio
-        return max(self.ratio, WARM_UP_RATIOS[len(WARM_UP_RATIOS) * backward // self.warmup_steps])
 
     def all_reduce(
         self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
@@ -127,17 +114,19 @@ class DGC(ErrorFeedback):
         self._clip(flat, comm.world_size)
         if not self.momentum:
             return super().all_reduce(flat, comm, name=name)
-        velocity, before = self._velocity[flat], self._velocity.before(flat)
+        velocity, keep_unused = self._velocity[flat], self._velocity.keep_unused(flat)
         new = torch.add(flat, velocity, alpha=self.momentum)
         flat.copy_(new)
 
         def arrived() -> None:
-            self._mask(new, flat, comm)
+            places = self._largest.sent.pop(flat, None)
+            if places is not None and comm.is_nested:
+                new.masked_fill_(flat != 0, 0.0)
+            elif places is not None:  # else it travelled whole
+                new.index_fill_(0, places, 0.0)
             keep_if_finite(flat, [(velocity, new)])
-            self._velocity.keep_unused(flat, before)
 
-        self._largest.sent.pop(flat, None)
-        return ChainedWork(super().all_reduce(flat, comm, name=name), arrived)
+        return ChainedWork(super().all_reduce(flat, comm, name=name), arrived, keep_unused)
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         state = super().state_dict(comm)
@@ -149,8 +138,7 @@ class DGC(ErrorFeedback):
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         if state:
             self.num_backwards = state["num_backwards"]
-            if len(state["velocity"]) == world_size:
-                self._velocity.load(state["velocity"][rank])
+            self._velocity.load(state["velocity"], rank, world_size)
         return super().load_state_dict(state, rank, world_size)
 
     def _clip(self, flat: Tensor, world_size: int) -> None:
@@ -160,17 +148,3 @@ class DGC(ErrorFeedback):
         limit = self.clip_norm / world_size**0.5
         norms = torch._foreach_norm(gradients)
         torch._foreach_mul_(gradients, [(limit / norm).clamp(max=1.0) for norm in norms])
-
-    def _mask(self, velocity: Tensor, average: Tensor, comm: Communicator) -> None:
-        places = self._largest.sent.get(average)
-        if places is None:  # it travelled whole
-            return
-        if comm.is_nested:
-            velocity.masked_fill_(average != 0, 0.0)
-        else:
-            velocity.index_fill_(0, places, 0.0)
-
-
-def _is_set(group: dict[str, Any], key: str) -> bool:
-    value = group.get(key, 0)
-    return bool(value[0] if isinstance(value, (tuple, list)) else value)

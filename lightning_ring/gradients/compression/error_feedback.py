@@ -8,7 +8,7 @@ fixes SignSGD and other gradient compression schemes" (2019), arXiv:1901.09847, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class ErrorFeedback(Compressor):
         self.compressor = compressor
         self.name = compressor.name
         self._residuals = NamedBuffers()
+        self._parts: list[NamedBuffers | Compressor] = [self._residuals, compressor]
 
     def residual(self, name: str) -> Tensor:
         """This rank's residual of the parameter ``name``, with its shape."""
@@ -44,35 +45,40 @@ class ErrorFeedback(Compressor):
         return self.compressor.is_lossy()
 
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
-        self._residuals.prepare(flat, layout)
-        self.compressor.prepare(flat, layout)
+        for part in self._parts:
+            part.prepare(flat, layout)
 
     def forget_tensors(self) -> None:
-        self._residuals.forget_tensors()
-        self.compressor.forget_tensors()
+        for part in self._parts:
+            part.forget_tensors()
 
     def begin_backward(self) -> None:
         self.compressor.begin_backward()
 
     def start_again(self) -> None:
-        self._residuals.zero_()
-        self.compressor.start_again()
+        for part in self._parts:
+            part.start_again()
 
     def all_reduce(
         self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
     ) -> Work:
         if not self.is_lossy():
             return self.compressor.all_reduce(flat, comm, name=name)
-        residual, absent = self._residuals[flat], self._residuals.before(flat)
+        residual, keep_unused = self._residuals[flat], self._residuals.keep_unused(flat)
         flat.add_(residual)
         dtype = self.compressor.buffer_dtype
         if dtype is None:
             work = self.compressor.all_reduce(flat, comm, lost=residual, name=name)
-        else:
-            buffer = flat.to(dtype)
-            work = self.compressor.all_reduce(buffer, comm, name=name)
-            work = ChainedWork(work, lambda: _convert_back(buffer, flat, residual))
-        return ChainedWork(work, lambda: self._residuals.keep_unused(flat, absent))
+            return ChainedWork(work, keep_unused)
+        buffer = flat.to(dtype)
+
+        def convert_back() -> None:
+            error = flat - flat.to(dtype)
+            flat.copy_(buffer)
+            keep_if_finite(flat, [(residual, error)])
+
+        work = self.compressor.all_reduce(buffer, comm, name=name)
+        return ChainedWork(work, convert_back, keep_unused)
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """Every rank's residuals, on rank 0 only: for N ranks up to N times the model's bytes."""
@@ -89,8 +95,7 @@ class ErrorFeedback(Compressor):
             )
         problem = self.compressor.load_state_dict(state["compressor"], rank, world_size)
         errors = state["errors"]
-        if len(errors) == world_size:
-            self._residuals.load(errors[rank])
+        if self._residuals.load(errors, rank, world_size):
             return problem
         lost = (
             f"the checkpoint holds the {self.name} residuals of {len(errors)} ranks, and this "
@@ -98,13 +103,6 @@ class ErrorFeedback(Compressor):
             "checkpoint left out of the gradients is lost."
         )
         return f"{lost} {problem or ''}".rstrip()
-
-
-def _convert_back(buffer: Tensor, flat: Tensor, residual: Tensor) -> None:
-    """The average has arrived in ``buffer``, where ``flat`` has lost some of its precision."""
-    error = flat - flat.to(buffer.dtype)
-    flat.copy_(buffer)
-    keep_if_finite(flat, [(residual, error)])
 
 
 class NamedBuffers:
@@ -118,7 +116,6 @@ class NamedBuffers:
         # by the flat tensor that is sent
         self._buffers: dict[Tensor, tuple[Tensor, GradientLayout]] = {}
         self._views: dict[str, Tensor] = {}
-        self._loaded: dict[str, Tensor] = {}
 
     def __getitem__(self, flat: Tensor) -> Tensor:
         return self._buffers[flat][0]
@@ -133,48 +130,39 @@ class NamedBuffers:
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
         buffer = torch.zeros_like(flat)
         for name, view in zip(layout.names, layout.views, strict=True):
-            place = buffer.as_strided(
-                view.size(), view.stride(), view.storage_offset() - flat.storage_offset()
-            )
-            _restore(place, self._views.get(name))
-            _restore(place, self._loaded.pop(name, None))
+            start = view.storage_offset() - flat.storage_offset()
+            place = buffer.as_strided(view.size(), view.stride(), start)
+            restore(place, self._views.get(name))
             self._views[name] = place
-        replaced = set(layout.names)
+        # a bucket has moved to other memory
         self._buffers = {
-            other: kept
-            for other, kept in self._buffers.items()
-            if replaced.isdisjoint(kept[1].names)
+            other: kept for other, kept in self._buffers.items() if kept[1].names != layout.names
         }
         self._buffers[flat] = buffer, layout
 
     def forget_tensors(self) -> None:
         self._buffers.clear()  # by parameter they stay
 
-    def zero_(self) -> None:
+    def start_again(self) -> None:
         for view in self._views.values():
             view.zero_()
 
-    def before(self, flat: Tensor) -> dict[int, Tensor]:
-        """Copies of the contents for parameters without a gradient on this rank, by their index
-        in the layout.
+    def keep_unused(self, flat: Tensor) -> Callable[[], None]:
+        """Before a collective. Call the result after it: parameters without a gradient on any
+        rank then have their contents of now, because nothing is handed to them.
         """
         layout = self.layout(flat)
-        return {
-            index: self._views[name].clone()
-            for index, (name, contributed) in enumerate(
-                zip(layout.names, layout.contributed, strict=True)
-            )
-            if not contributed
-        }
+        kept = [
+            (index, self._views[name], self._views[name].clone())
+            for index, name in enumerate(layout.names)
+            if not layout.contributed[index]
+        ]
 
-    def keep_unused(self, flat: Tensor, before: dict[int, Tensor]) -> None:
-        """Restore the contents for parameters without a gradient on any rank: nothing is handed
-        to them.
-        """
-        layout = self.layout(flat)
-        for index, earlier in before.items():  # the host waits for no device
-            view = self._views[layout.names[index]]
-            view.copy_(torch.where(layout.used[index] > 0, view, earlier))
+        def restore_unused() -> None:
+            for index, view, earlier in kept:  # the host waits for no device
+                view.copy_(torch.where(layout.used[index] > 0, view, earlier))
+
+        return restore_unused
 
     def state(self, comm: Communicator, what: str) -> list[dict[str, Tensor]]:
         """The contents on every rank, by rank and name; on rank 0 only, elsewhere empty.
@@ -187,11 +175,15 @@ class NamedBuffers:
                     states[rank][name] = comm.read(each)
         return states
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Continue from this rank's part of `state`, before or after `prepare`."""
-        self._loaded = dict(state)
-        for name in self._views.keys() & self._loaded.keys():
-            _restore(self._views[name], self._loaded.pop(name))
+    def load(self, states: Sequence[dict[str, Tensor]], rank: int, world_size: int) -> bool:
+        """Continue from `state`, before or after `prepare`, unless it is of another number of
+        ranks. Returns whether it did.
+        """
+        if len(states) != world_size:
+            return False
+        for name, earlier in states[rank].items():
+            restore(self._views.setdefault(name, earlier), earlier)
+        return True
 
 
 def keep_if_finite(average: Tensor, updates: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -212,6 +204,7 @@ def replace_if(condition: Tensor, updates: Sequence[tuple[Tensor, Tensor]]) -> N
             place.copy_(value)
 
 
-def _restore(place: Tensor, earlier: Tensor | None) -> None:
+def restore(place: Tensor, earlier: Tensor | None) -> None:
+    """Give ``place`` the values of ``earlier``, if it is there and has that shape."""
     if earlier is not None and earlier.shape == place.shape:
         place.copy_(earlier)

@@ -74,7 +74,7 @@ def encode_int8(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
         numbers[first * BLOCK :][: rows.numel()].view_as(rows).copy_(scratch)
 
 
-def decode_int8(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
+def decode_int8(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
     """Replace ``values`` by ``numbers`` times the scale of their block."""
     for first, rows in rows_of(values):
         rows.copy_(numbers[first * BLOCK :][: rows.numel()].view_as(rows))

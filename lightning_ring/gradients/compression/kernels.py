@@ -22,21 +22,21 @@ _STEP = tl.constexpr(1 / LARGEST)
 
 def encode(code: str, values: Tensor, numbers: Tensor, scales: Tensor, length: int) -> None:
     """Write each ``length`` of 1-D ``values`` to a row of ``numbers`` (int8) and ``scales``."""
-    kernel = {"int8": encode_int8_kernel, "signs": encode_signs_kernel}[code]
-    _launch(kernel, len(numbers), values, numbers, scales, length)
+    _launch(encode_kernel, code, len(numbers), values, numbers, scales, length)
 
 
 def decode(
     code: str, values: Tensor, numbers: Tensor, scales: Tensor, length: int, num_messages: int = 1
 ) -> None:
     """Replace each ``length`` of ``values`` by the average of ``num_messages`` rows."""
-    kernel = {"int8": decode_int8_kernel, "signs": decode_signs_kernel}[code]
     num_shards = len(numbers) // num_messages
-    _launch(kernel, num_shards, values, numbers, scales, length, NUM_MESSAGES=num_messages)
+    tensors = values, numbers, scales
+    _launch(decode_kernel, code, num_shards, *tensors, length, NUM_MESSAGES=num_messages)
 
 
 def _launch(
     kernel: Any,
+    code: str,
     num_shards: int,
     values: Tensor,
     numbers: Tensor,
@@ -49,11 +49,11 @@ def _launch(
         grid = triton.cdiv(min(length, numel), BLOCK * ROWS), num_shards
         strides = numbers.stride(0), scales.stride(0)
         given = values, numbers, scales, numel, length, *strides
-        kernel[grid](*given, BLOCK=BLOCK, ROWS=ROWS, **constants)
+        kernel[grid](*given, SIGNS=code == "signs", BLOCK=BLOCK, ROWS=ROWS, **constants)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def encode_int8_kernel(  # type: ignore[no-untyped-def]
+def encode_kernel(  # type: ignore[no-untyped-def]
     values,
     numbers,
     scales,
@@ -61,6 +61,7 @@ def encode_int8_kernel(  # type: ignore[no-untyped-def]
     length,
     numbers_stride,
     scales_stride,
+    SIGNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -71,37 +72,46 @@ def encode_int8_kernel(  # type: ignore[no-untyped-def]
     count = tl.minimum(numel - shard * length, length)
     first = tl.program_id(0).to(tl.int64) * ROWS
     if (first + ROWS) * BLOCK <= count:
-        _encode_int8(values, numbers, scales, count, first, BLOCK, ROWS, True)
+        _encode(values, numbers, scales, count, first, SIGNS, BLOCK, ROWS, True)
     else:
-        _encode_int8(values, numbers, scales, count, first, BLOCK, ROWS, False)
+        _encode(values, numbers, scales, count, first, SIGNS, BLOCK, ROWS, False)
 
 
 @triton.jit
-def _encode_int8(  # type: ignore[no-untyped-def]
+def _encode(  # type: ignore[no-untyped-def]
     values,
     numbers,
     scales,
     count,
     first,
+    SIGNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     blocks = first + tl.arange(0, ROWS)
     x = _load(values, count, blocks, BLOCK, WHOLE)
-    largest = tl.max(tl.abs(x), axis=1)
-    # a sum with NaN or inf is neither equal to itself nor finite: maxima may drop NaN
-    broken = tl.sum(x * 0.0, axis=1)
-    scale = tl.maximum(largest, _TINY) * _STEP + broken
-    q = x * (1.0 / scale)[:, None]
-    q = (q + 12582912.0) - 12582912.0  # 1.5·2²³: the sum has no room for a fraction; ties to even
     in_rows = blocks * BLOCK < count
-    tl.store(numbers + _offsets(blocks, BLOCK), q.to(tl.int8), mask=in_rows[:, None])
-    tl.store(scales + blocks, scale, mask=in_rows)
+    if SIGNS:
+        in_block = tl.minimum(count - blocks * BLOCK, BLOCK).to(tl.float32)
+        tl.store(scales + blocks, tl.sum(tl.abs(x), axis=1) / in_block, mask=in_rows)
+        flags = tl.reshape((x >= 0).to(tl.int32), (ROWS, BLOCK // 8, 8))
+        packed = tl.sum(flags << tl.arange(0, 8)[None, None, :], axis=2)
+        tl.store(numbers + _offsets(blocks, BLOCK // 8), packed.to(tl.int8), mask=in_rows[:, None])
+    else:
+        largest = tl.max(tl.abs(x), axis=1)
+        # a sum with NaN or inf is neither equal to itself nor finite: maxima may drop NaN
+        broken = tl.sum(x * 0.0, axis=1)
+        scale = tl.maximum(largest, _TINY) * _STEP + broken
+        q = x * (1.0 / scale)[:, None]
+        # 1.5·2²³: the sum has no room for a fraction; ties to even
+        q = (q + 12582912.0) - 12582912.0
+        tl.store(numbers + _offsets(blocks, BLOCK), q.to(tl.int8), mask=in_rows[:, None])
+        tl.store(scales + blocks, scale, mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def decode_int8_kernel(  # type: ignore[no-untyped-def]
+def decode_kernel(  # type: ignore[no-untyped-def]
     values,
     numbers,
     scales,
@@ -109,6 +119,7 @@ def decode_int8_kernel(  # type: ignore[no-untyped-def]
     length,
     numbers_stride,
     scales_stride,
+    SIGNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     NUM_MESSAGES: tl.constexpr,
@@ -123,88 +134,21 @@ def decode_int8_kernel(  # type: ignore[no-untyped-def]
     in_rows = blocks * BLOCK < count
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for _ in range(NUM_MESSAGES):
-        q = tl.load(numbers + _offsets(blocks, BLOCK), mask=in_rows[:, None], other=0)
+        if SIGNS:
+            packed = tl.load(numbers + _offsets(blocks, BLOCK // 8), mask=in_rows[:, None], other=0)
+            flags = (packed.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+            q = 2 * tl.reshape(flags, (ROWS, BLOCK)) - 1
+        else:
+            q = tl.load(numbers + _offsets(blocks, BLOCK), mask=in_rows[:, None], other=0)
         total += q.to(tl.float32) * tl.load(scales + blocks, mask=in_rows, other=0.0)[:, None]
         numbers += numbers_stride
         scales += scales_stride
-    _store_average(values, total, count, first, BLOCK, ROWS, NUM_MESSAGES)
-
-
-@triton.jit(do_not_specialize=["numel"])
-def encode_signs_kernel(  # type: ignore[no-untyped-def]
-    values,
-    bits,
-    scales,
-    numel,
-    length,
-    bits_stride,
-    scales_stride,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    shard = tl.program_id(1).to(tl.int64)
-    values += shard * length
-    bits += shard * bits_stride
-    scales += shard * scales_stride
-    count = tl.minimum(numel - shard * length, length)
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    average = tl.div_rn(total, tl.full((ROWS, BLOCK), NUM_MESSAGES, tl.float32))
+    offsets = _offsets(blocks, BLOCK)
     if (first + ROWS) * BLOCK <= count:
-        _encode_signs(values, bits, scales, count, first, BLOCK, ROWS, True)
+        tl.store(values + offsets, average)
     else:
-        _encode_signs(values, bits, scales, count, first, BLOCK, ROWS, False)
-
-
-@triton.jit
-def _encode_signs(  # type: ignore[no-untyped-def]
-    values,
-    bits,
-    scales,
-    count,
-    first,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    blocks = first + tl.arange(0, ROWS)
-    x = _load(values, count, blocks, BLOCK, WHOLE)
-    in_rows = blocks * BLOCK < count
-    in_block = tl.minimum(count - blocks * BLOCK, BLOCK).to(tl.float32)
-    tl.store(scales + blocks, tl.sum(tl.abs(x), axis=1) / in_block, mask=in_rows)
-    flags = tl.reshape((x >= 0).to(tl.int32), (ROWS, BLOCK // 8, 8))
-    packed = tl.sum(flags << tl.arange(0, 8)[None, None, :], axis=2)
-    tl.store(bits + _offsets(blocks, BLOCK // 8), packed.to(tl.int8), mask=in_rows[:, None])
-
-
-@triton.jit(do_not_specialize=["numel"])
-def decode_signs_kernel(  # type: ignore[no-untyped-def]
-    values,
-    bits,
-    scales,
-    numel,
-    length,
-    bits_stride,
-    scales_stride,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
-):
-    shard = tl.program_id(1).to(tl.int64)
-    values += shard * length
-    bits += shard * NUM_MESSAGES * bits_stride
-    scales += shard * NUM_MESSAGES * scales_stride
-    count = tl.minimum(numel - shard * length, length)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    blocks = first + tl.arange(0, ROWS)
-    in_rows = blocks * BLOCK < count
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for _ in range(NUM_MESSAGES):
-        packed = tl.load(bits + _offsets(blocks, BLOCK // 8), mask=in_rows[:, None], other=0)
-        flags = (packed.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
-        signs = (2 * tl.reshape(flags, (ROWS, BLOCK)) - 1).to(tl.float32)
-        total += signs * tl.load(scales + blocks, mask=in_rows, other=0.0)[:, None]
-        bits += bits_stride
-        scales += scales_stride
-    _store_average(values, total, count, first, BLOCK, ROWS, NUM_MESSAGES)
+        tl.store(values + offsets, average, mask=offsets < count)
 
 
 @triton.jit
@@ -220,21 +164,3 @@ def _load(values, count, blocks, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # t
     else:
         x = tl.load(values + offsets, mask=offsets < count, other=0.0)
     return x.to(tl.float32)
-
-
-@triton.jit
-def _store_average(  # type: ignore[no-untyped-def]
-    values,
-    total,
-    count,
-    first,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_MESSAGES: tl.constexpr,
-):
-    average = tl.div_rn(total, tl.full((ROWS, BLOCK), NUM_MESSAGES, tl.float32))
-    offsets = _offsets(first + tl.arange(0, ROWS), BLOCK)
-    if (first + ROWS) * BLOCK <= count:
-        tl.store(values + offsets, average)
-    else:
-        tl.store(values + offsets, average, mask=offsets < count)

@@ -64,20 +64,22 @@ class Signs(BetweenNodes):
         self._gaps.clear()
 
     def start_again(self) -> None:
-        self._server.zero_()
+        self._server.start_again()
 
     def all_reduce(
         self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
     ) -> Work:
-        absent = self._server.before(flat)
+        keep_unused = self._server.keep_unused(flat)
         if flat in self._moved and comm.is_nested:  # which part is this rank's is not known here
             server = self._server[flat]
             flat.add_(server, alpha=comm.world_size)
             server.zero_()
 
         def arrived() -> None:
-            self._server.keep_unused(flat, absent)
-            if not absent:  # else what is owed elsewhere is still there
+            keep_unused()
+            if all(
+                self._server.layout(flat).contributed
+            ):  # else what is owed elsewhere is still there
                 self._moved.discard(flat)
 
         return ChainedWork(super().all_reduce(flat, comm, lost=lost, name=name), arrived)
@@ -86,25 +88,21 @@ class Signs(BetweenNodes):
         server = part.of(self._server[part.whole])
         # buckets were built anew: what is owed elsewhere travels with the gradients
         if part.whole in self._moved:
-            own = aligned_shard(server, part.group.world_size, part.group.shard_index)
-            mine = own.clone()
-            own.zero_()
-            part.values.add_(server, alpha=part.group.world_size)
-            server.zero_()
-            own.copy_(mine)
+            others = server.clone()
+            aligned_shard(others, part.group.world_size, part.group.shard_index).zero_()
+            part.values.add_(others, alpha=part.group.world_size)
+            server.sub_(others)
+        gaps = part.cut(self._gaps[part.whole])
         for tensor in (part.values, server):
-            torch._foreach_zero_(
-                [tensor[start:end] for start, end in part.cut(self._gaps[part.whole])]
-                or [tensor[:0]]
-            )
+            torch._foreach_zero_([tensor[start:end] for start, end in gaps] or [tensor[:0]])
         return average_in_two_legs(part, SIGNS, server)
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         return {"server": self._server.state(comm, "owner's error")}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
-        if len(state["server"]) == world_size:  # else `ErrorFeedback` says that errors start again
-            self._server.load(state["server"][rank])
+        # else `ErrorFeedback` says that errors start again
+        if self._server.load(state["server"], rank, world_size):
             self._moved.update(self._gaps)  # an earlier release cut shards elsewhere
         return None
 
@@ -141,7 +139,7 @@ def encode_signs(values: Tensor, bits: Tensor, scales: Tensor) -> None:
         bits[first * BLOCK // 8 :][: words.numel()].copy_(words.view(-1))
 
 
-def decode_signs(bits: Tensor, scales: Tensor, values: Tensor) -> None:
+def decode_signs(values: Tensor, bits: Tensor, scales: Tensor) -> None:
     """Replace ``values`` by the scale of their block if their bit is set, else by its opposite."""
     bytes_ = torch.arange(256, device=values.device).unsqueeze(1)
     places = torch.arange(8, device=values.device)

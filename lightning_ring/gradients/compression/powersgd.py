@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
 from lightning_ring.errors import check_arguments
 from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout, counterpart
-from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, replace_if
+from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, replace_if, restore
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +65,6 @@ class Plan:
     second: Tensor
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
 def orthonormal(factors: Tensor, noise: Tensor) -> Tensor:
     """Columns that span the same space, for each n × r matrix of a batch; where that has fewer
     dimensions, such as for zeros, some of the rest too.
@@ -104,36 +100,29 @@ def _sizes(columns: Tensor) -> Tensor:
     return sizes.clamp_min_(torch.finfo(sizes.dtype).tiny)
 
 
-def batches(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """``parts``, which lie side by side in ``flat``, with a batch of those that follow each other
+def batches(parts: Sequence[Tensor]) -> list[Tensor]:
+    """``parts``, which lie side by side in memory, with a batch of those that follow each other
     and have one shape.
     """
     found = []
     for shape, same in groupby(parts, lambda part: part.shape):
         first, *others = same
-        start = first.storage_offset() - flat.storage_offset()
-        count = 1 + len(others)
-        found.append(flat[start : start + count * first.numel()].view(count, *shape))
+        found.append(first.as_strided((1 + len(others), *shape), (first.numel(), *first.stride())))
     return found
 
 
-def in_memory_order(flat: Tensor, view: Tensor) -> Tensor:
-    """The elements of the dense ``view`` of ``flat`` as one vector."""
-    start = view.storage_offset() - flat.storage_offset()
-    return flat[start : start + view.numel()]
-
-
 def as_matrix(flat: Tensor, view: Tensor) -> Tensor:
-    """``view`` as a matrix without moving anything: a row for each index of the dimension that
-    varies slowest.
+    """The dense ``view`` of ``flat`` as a matrix without moving anything: a row for each index of
+    the dimension that varies slowest.
 
     For a weight, contiguous or channels-last, those are its outputs.
     """
     strides = [
         (stride, size) for stride, size in zip(view.stride(), view.size(), strict=True) if size > 1
     ]
-    rows = max(strides)[1] if strides and view.numel() else 1
-    return in_memory_order(flat, view).view(rows, view.numel() // rows)
+    _, rows = max(strides, default=(1, 1))
+    start = view.storage_offset() - flat.storage_offset()
+    return flat[start : start + view.numel()].view(rows, view.numel() // rows)
 
 
 def side_by_side(parts: Sequence[Tensor], like: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -160,7 +149,7 @@ class LowRank(Compressor):
     name = "powersgd"
 
     def __init__(
-        self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0
+        self, rank: int, start_iter: int, min_compression: float = 2.0, seed: int = 0
     ) -> None:
         check_arguments(
             "PowerSGD",
@@ -176,8 +165,7 @@ class LowRank(Compressor):
         self.seed = seed
         self.num_backwards = 0
         self._plans: dict[Tensor, Plan] = {}
-        self._matrices: dict[str, Matrix] = {}
-        self._loaded: dict[str, Tensor] = {}
+        self._qs: dict[str, Tensor] = {}  # by the parameter's name
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.float64)
@@ -186,57 +174,51 @@ class LowRank(Compressor):
         return self.num_backwards > self.start_iter
 
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
-        """Plan ``flat``. The factors of its parameters survive buckets that are built anew."""
+        """Plan ``flat``. The Q of its parameters survive buckets that are built anew."""
         matrices, rest = [], []
         for name, view in zip(layout.names, layout.views, strict=True):
             gradient = as_matrix(flat, view)
-            if self._pays(gradient):
-                matrices.append(self._remember(name, gradient))
+            n, m = gradient.shape
+            columns = min(n, m, self.rank)
+            if (n + m) * columns * self.min_compression < n * m:
+                drawn = self._draw(name, gradient, columns)
+                p = gradient.new_zeros(n, columns)
+                matrices.append(Matrix(name, gradient, p, drawn, drawn))
             else:
-                rest.append(in_memory_order(flat, view))
+                rest.append(gradient.view(-1))
         matrices.sort(key=lambda matrix: matrix.gradient.shape)
         first, views = side_by_side([*(m.p for m in matrices), *rest], like=flat)
         second, qs = side_by_side([m.q for m in matrices], like=flat)
         ps, sent = views[: len(matrices)], views[len(matrices) :]
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
+            restore(q, self._qs.get(matrix.name))
             matrix.p, matrix.q = p, q
-        replaced = set(layout.names)
-        self._plans = {
-            other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)
-        }
+            self._qs[matrix.name] = q
         most = max((part.numel() for part in (*ps, *qs)), default=0)
         generator = torch.Generator().manual_seed(self.seed)
         # uniform: the first ones are the same in every bucket
         noise = (2 * torch.rand(most, generator=generator, dtype=flat.dtype) - 1).to(flat)
+        names = list(layout.names)
+        # a bucket has moved to other memory
+        self._plans = {other: plan for other, plan in self._plans.items() if plan.names != names}
         self._plans[flat] = Plan(
-            list(layout.names),
-            matrices,
-            batches(ps, first),
-            batches(qs, second),
-            noise,
-            rest,
-            sent,
-            first,
-            second,
+            names, matrices, batches(ps), batches(qs), noise, rest, sent, first, second
         )
 
     def forget_tensors(self) -> None:
         self._plans.clear()
-        for matrix in self._matrices.values():  # their shapes stay
-            matrix.gradient = matrix.gradient.new_empty(()).expand(matrix.gradient.shape)
 
     def begin_backward(self) -> None:
         self.num_backwards += 1
         if self.num_backwards == self.start_iter + 1:
-            whole = sum(m.gradient.numel() for m in self._matrices.values())
-            factors = sum(m.p.numel() + m.q.numel() for m in self._matrices.values())
+            matrices = [matrix for plan in self._plans.values() for matrix in plan.matrices]
             log.info(
                 "lightning_ring: PowerSGD of rank %d from now on: %d gradients of %d elements in "
                 "all travel as %d.",
                 self.rank,
-                len(self._matrices),
-                whole,
-                factors,
+                len(matrices),
+                sum(m.gradient.numel() for m in matrices),
+                sum(m.p.numel() + m.q.numel() for m in matrices),
             )
 
     def all_reduce(
@@ -260,7 +242,7 @@ class LowRank(Compressor):
         )
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        factors = {name: comm.read(matrix.q).clone() for name, matrix in self._matrices.items()}
+        factors = {name: comm.read(q).clone() for name, q in self._qs.items()}
         return {"num_backwards": self.num_backwards, "rank": self.rank, "q": factors}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
@@ -270,34 +252,15 @@ class LowRank(Compressor):
                 f"the checkpoint holds factors of rank {state['rank']}, not {self.rank}: they "
                 "start at random ones."
             )
-        self._loaded = dict(state["q"])
-        for matrix in self._matrices.values():
-            self._restore(matrix)
+        for name, q in state["q"].items():
+            restore(self._qs.setdefault(name, q), q)
         return None
 
-    def _pays(self, gradient: Tensor) -> bool:
-        n, m = gradient.shape
-        return (n + m) * min(n, m, self.rank) * self.min_compression < n * m
-
-    def _remember(self, name: str, gradient: Tensor) -> Matrix:
-        known = self._matrices.get(name)
-        if known is not None and _kind(known.gradient) == _kind(gradient):
-            known.gradient = gradient
-            return known
-        n, m = gradient.shape
-        columns = min(n, m, self.rank)
-        # by name: the same on every rank and in every order of buckets
+    def _draw(self, name: str, gradient: Tensor, columns: int) -> Tensor:
+        """By name: the same on every rank and in every order of buckets."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.seed)
-        drawn = torch.randn(m, columns, generator=generator, dtype=gradient.dtype).to(gradient)
-        matrix = Matrix(name, gradient, gradient.new_zeros(n, columns), drawn.clone(), drawn)
-        self._matrices[name] = matrix
-        self._restore(matrix)
-        return matrix
-
-    def _restore(self, matrix: Matrix) -> None:
-        q = self._loaded.pop(matrix.name, None)
-        if q is not None and q.shape == matrix.q.shape:
-            matrix.q.copy_(q)
+        size = gradient.shape[1], columns
+        return torch.randn(size, generator=generator, dtype=gradient.dtype).to(gradient)
 
 
 class PowerSGD(ErrorFeedback):

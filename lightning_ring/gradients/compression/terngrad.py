@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, shard
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression.between_nodes import (
     MIN_NUMEL,
@@ -76,7 +76,8 @@ class TernGrad(BetweenNodes):
             self._generator = torch.Generator(flat.device).manual_seed(
                 1_000_003 * self.seed + comm.rank
             )
-            self._continue_generator()
+            if self._loaded is not None:
+                self._generator.set_state(self._loaded)
         return super().all_reduce(flat, comm, lost=lost, name=name)
 
     def average(self, part: Part) -> Iterator[Work]:
@@ -100,7 +101,7 @@ class TernGrad(BetweenNodes):
             part.lost.copy_(ternary).sub_(1)
             _scale(part.lost, layers, scalers)
             torch.sub(values, part.lost, out=part.lost)
-        digits = [shard(ternary, size, index) for index in range(size)]
+        digits = ternary.tensor_split(size)
         longest = digits[0].numel()
         sent = messages(size, num_bytes(longest, 3), values)
         for own, message in zip(digits, sent, strict=True):
@@ -124,7 +125,7 @@ class TernGrad(BetweenNodes):
         """The random states of all ranks; empty before the first gradient, unless some were
         loaded.
         """
-        state = self._generator.get_state() if self._generator is not None else self._loaded
+        state = self._loaded if self._generator is None else self._generator.get_state()
         if state is None:
             return {}
         return {"generators": comm.all_gather(state, name="random states of TernGrad")}
@@ -132,25 +133,18 @@ class TernGrad(BetweenNodes):
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         generators = state.get("generators", ())
         if len(generators) == world_size:  # elsewhere other numbers are as good
-            self._loaded = own_memory(generators[rank])
-            self._continue_generator()
+            self._loaded, self._generator = own_memory(generators[rank]), None
         return None
-
-    def _continue_generator(self) -> None:
-        if self._generator is not None and self._loaded is not None:
-            self._generator.set_state(self._loaded)
 
     def _scalers(self, values: Tensor, layers: list[tuple[int, int]]) -> Tensor:
         """s of each layer on this rank; inf where a gradient is not finite."""
         pieces = [values[start:end] for start, end in layers]
         most = torch.stack(torch._foreach_norm(pieces, math.inf))
-        if self.clip < math.inf:
-            roots = [math.sqrt(end - start) for start, end in layers]
-            sigma = torch.stack(list(torch._foreach_div(torch._foreach_norm(pieces, 2), roots)))
-            # smaller gradients have squares below float32's range, and σ would be 0
-            most = torch.where(
-                most.isfinite() & (most > _SMALLEST), torch.minimum(most, self.clip * sigma), most
-            )
+        roots = [math.sqrt(end - start) for start, end in layers]
+        sigma = torch.stack(list(torch._foreach_div(torch._foreach_norm(pieces, 2), roots)))
+        # smaller gradients have squares below float32's range, and σ would be 0
+        clipped = torch.minimum(most, self.clip * sigma)
+        most = torch.where(most > _SMALLEST, clipped, most)
         return torch.where(most.isfinite(), most, torch.inf)
 
     def _ternary(self, values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> Tensor:
@@ -172,7 +166,7 @@ def _scale(values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> No
 
 def digits_a_byte(base: int) -> int:
     """How many digits of ``base``, which is 256 at most, fit into a byte."""
-    return next((count for count in (8, 5, 4, 3, 2) if base**count <= 256), 1)
+    return int(math.log(256, base))
 
 
 def num_bytes(numel: int, base: int) -> int:

@@ -31,14 +31,14 @@ class Largest(BetweenNodes):
     From ratio · ranks = 1 on, a bucket travels whole.
 
     Attributes:
-        sent: By flat tensor, the places that this rank sent last; `None` for all.
+        sent: By flat tensor, the places that this rank sent last.
     """
 
     def __init__(self, ratio: float, min_numel: int = MIN_NUMEL, name: str = "topk") -> None:
         super().__init__(min_numel)
         self.name = name
         self.ratio = ratio
-        self.sent: dict[Tensor, Tensor | None] = {}
+        self.sent: dict[Tensor, Tensor] = {}
 
     def forget_tensors(self) -> None:
         self.sent.clear()
@@ -47,7 +47,6 @@ class Largest(BetweenNodes):
         values, group = part.values, part.group
         count = math.ceil(self.ratio * values.numel())
         if self.ratio * group.world_size >= 1:
-            self.sent[part.whole] = None
             if part.lost is not None:
                 part.lost.zero_()
             yield group.all_reduce_(values, op=ReduceOp.AVG, name=part.name)

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, shard
+from lightning_ring.comm.cost import PASSES
 from lightning_ring.errors import CollectiveError
-from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.host.accelerator import is_gpu, synchronize
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives
 
@@ -48,8 +49,8 @@ class Timing:
         """Bytes a second over each link of a ring, as nccl-tests define it (doc/PERFORMANCE.md)."""
         if self.backend == COPY:
             return self.algorithm_bandwidth
-        halves = 2 if self.collective == "all_reduce" else 1
-        return self.algorithm_bandwidth * halves * (world_size - 1) / world_size
+        passes = PASSES[self.collective]
+        return self.algorithm_bandwidth * passes * (world_size - 1) / world_size
 
 
 def measure(
@@ -74,24 +75,17 @@ def measure(
         numel = max(1, size // (4 * world_size)) * world_size
         total = repeated(sums, numel, device)
         entries = [
-            _Entry(
-                name,
-                own,
-                collective,
-                getattr(own, f"{collective}_"),
-                own.empty(numel, torch.float32, device),
-                total,
-            )
+            _Entry(name, own, collective, own.empty(numel, torch.float32, device), total)
             for name, own in contenders.items()
         ]
         calls: dict[str, Callable[[], object]] = {COPY: partial(total.clone().copy_, total)}
         for each in entries:
             calls[each.name] = each.call
             each.verify(control)
-        times: dict[str, list[float]] = {name: [] for name in calls}
         batches = {
             name: _calls_a_turn(call, control, device, seconds) for name, call in calls.items()
         }
+        times: dict[str, list[float]] = defaultdict(list)
         order = list(calls)
         for _ in range(TURNS):
             for name in order:
@@ -105,8 +99,8 @@ def measure(
         for name in calls:
             # of each call the slowest rank's
             longest = sorted(map(max, zip(*(own[name] for own in by_rank), strict=True)))
-            p95 = longest[int(0.95 * len(longest))]
-            middle, count = statistics.median(longest), len(longest)
+            count, middle = len(longest), statistics.median(longest)
+            p95 = longest[int(0.95 * count)]
             found.append(Timing(collective, name, total.nbytes, middle, longest[0], p95, count))
         yield found
 
@@ -118,12 +112,11 @@ class _Entry:
     name: str
     contender: Collectives
     collective: str
-    run: Callable[[Tensor], Any]
     flat: Tensor
     total: Tensor
 
     def call(self) -> None:
-        self.run(self.flat).wait()
+        getattr(self.contender, f"{self.collective}_")(self.flat).wait()
 
     def verify(self, control: Communicator) -> None:
         """Run it on numbers whose sums float32 holds exactly. Leaves zeros, which stay zeros
@@ -178,7 +171,6 @@ def timed(call: Callable[[], object], num_calls: int, device: torch.device) -> l
     if num_calls > 1:
         call()
     if is_gpu(device):
-        synchronize = gpu_module(device).synchronize
         synchronize(device)
         began = time.perf_counter()
         for _ in range(num_calls):

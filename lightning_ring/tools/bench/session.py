@@ -8,11 +8,12 @@ import argparse
 import json
 import math
 import platform
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -42,9 +43,8 @@ def size_text(num_bytes: int) -> str:
 
 
 def heading(collective: str, peer: str | None) -> str:
-    head = f"\n{collective}\n{'size':>10}  {'backend':12}"
-    for name in ("median µs", "least µs", "p95 µs", "alg GB/s", "bus GB/s", "copy GB/s"):
-        head += f" {name:>11}"
+    head = f"\n{collective}\n{'size':>10}  {'backend':12} {'median µs':>11} {'least µs':>11} "
+    head += f"{'p95 µs':>11} {'alg GB/s':>11} {'bus GB/s':>11} {'copy GB/s':>11}"
     return f"{head}  × {peer}" if peer else head
 
 
@@ -56,11 +56,12 @@ def timing_lines(timings: Sequence[Timing], world_size: int, peer: str | None) -
     by_name = {timing.backend: timing for timing in timings}
     copied = by_name.pop(COPY).algorithm_bandwidth
     for name, timing in by_name.items():
-        times = timing.median, timing.least, timing.p95
-        speeds = timing.algorithm_bandwidth, timing.bus_bandwidth(world_size), copied
-        line = f"{size_text(timing.num_bytes):>10}  {name:12}"
-        line += "".join(f" {1e6 * seconds:11.1f}" for seconds in times)
-        line += "".join(f" {speed / GB:11.3f}" for speed in speeds)
+        line = (
+            f"{size_text(timing.num_bytes):>10}  {name:12} {1e6 * timing.median:11.1f} "
+            f"{1e6 * timing.least:11.1f} {1e6 * timing.p95:11.1f} "
+            f"{timing.algorithm_bandwidth / GB:11.3f} "
+            f"{timing.bus_bandwidth(world_size) / GB:11.3f} {copied / GB:11.3f}"
+        )
         yield f"{line}  {by_name[peer].median / timing.median:.2f}" if peer else line
 
 
@@ -69,19 +70,16 @@ def fitted_models(timings: Sequence[Timing], world_size: int) -> list[dict[str, 
     measured.
     """
     found = []
-    measured = [timing for timing in timings if timing.backend != COPY]
-    for collective, backend in dict.fromkeys((one.collective, one.backend) for one in measured):
-        medians = [
-            (one.num_bytes, one.median)
-            for one in measured
-            if (one.collective, one.backend) == (collective, backend)
-        ]
-        sizes, seconds = zip(*medians, strict=True)
-        if len(set(sizes)) > 1:
-            model = fit(sizes, seconds, world_size, collective=cast("Any", collective))
+    medians: dict[tuple[Any, str], dict[int, float]] = defaultdict(dict)
+    for one in timings:
+        if one.backend != COPY:
+            medians[one.collective, one.backend][one.num_bytes] = one.median
+    for (collective, backend), times in medians.items():
+        if len(times) > 1:
+            model = fit([*times], [*times.values()], world_size, collective=collective)
             residual = max(
                 abs(model.seconds(size, world_size, collective) / time - 1)
-                for size, time in medians
+                for size, time in times.items()
             )
             about = {"collective": collective, "backend": backend, "residual": residual}
             found.append(about | asdict(model))
@@ -93,9 +91,10 @@ def model_lines(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "\nmessages of the ring: α + size / B, fitted to the medians"
         yield f"{'collective':14} {'backend':12} {'α µs':>9} {'B GB/s':>9} {'residual':>9}"
     for model in models:
-        alpha, bandwidth = 1e6 * model["alpha_seconds"], model["bandwidth"] / GB
-        name = f"{model['collective']:14} {model['backend']:12}"
-        yield f"{name} {alpha:9.1f} {bandwidth:9.3f} {model['residual']:9.0%}"
+        yield (
+            f"{model['collective']:14} {model['backend']:12} {1e6 * model['alpha_seconds']:9.1f} "
+            f"{model['bandwidth'] / GB:9.3f} {model['residual']:9.0%}"
+        )
     if any(model["residual"] > MOST_RESIDUAL for model in models):
         yield (
             f"warning: residuals above {MOST_RESIDUAL:.0%}: no line fits these times, and a plan "
@@ -114,20 +113,26 @@ def bench_json(
 
     A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
     """
-    versions = {"lightning_ring": lightning_ring.__version__, "torch": torch.__version__}
-    rows = []
-    for timing in timings:
-        bus = timing.bus_bandwidth(world["world_size"])
-        speeds = {"algorithm_bandwidth": timing.algorithm_bandwidth, "bus_bandwidth": bus}
-        rows.append(asdict(timing) | speeds)
+    rows = [
+        asdict(timing)
+        | {
+            "algorithm_bandwidth": timing.algorithm_bandwidth,
+            "bus_bandwidth": timing.bus_bandwidth(world["world_size"]),
+        }
+        for timing in timings
+    ]
     finite = [
         {**model, "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None}
         for model in models
     ]
     return {
-        "world": dict(world),
-        "versions": versions | {"python": platform.python_version()},
-        "missing": dict(missing),
+        "world": world,
+        "versions": {
+            "lightning_ring": lightning_ring.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "missing": missing,
         "timings": rows,
         "models": finite,
     }
@@ -170,7 +175,7 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
             say(*timing_lines(found, info.world_size, options.compare))
     models = fitted_models(timings, info.world_size)
     say(*model_lines(models))
-    if info.rank == 0 and options.json is not None:
+    if info.rank == 0 and options.json:
         content = bench_json(timings, models, world, missing)
         Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     control.barrier()  # a rank that ended now would be taken for one that failed

@@ -41,12 +41,12 @@ class DoctorRequest:
         """The environment for processes that the doctor starts: without the variables of a
         launcher.
         """
-        return {name: value for name, value in self.environ.items() if not self._is_launchers(name)}
-
-    def _is_launchers(self, name: str) -> bool:
-        if name.startswith(_SETTINGS):
-            return self.launcher in OPEN_MPI_LAUNCHERS
-        return _OF_LAUNCHERS.fullmatch(name) is not None
+        keeps = () if self.launcher in OPEN_MPI_LAUNCHERS else _SETTINGS
+        return {
+            name: value
+            for name, value in self.environ.items()
+            if name.startswith(keeps) or not _OF_LAUNCHERS.fullmatch(name)
+        }
 
     def ask(self, command: Sequence[str], seconds: float) -> Answer:
         """`ask`, without a launcher's variables; ``seconds`` are those of a quiet host."""
@@ -68,9 +68,9 @@ class Answer:
     @property
     def why(self) -> str:
         """The last line on standard error, where Python puts the exception; else the problem."""
-        lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        last = self.stderr.strip().rpartition("\n")[2].strip()
         ended = self.problem.startswith("ended with exit code")
-        return lines[-1] if lines and ended else f"it {self.problem or 'said nothing'}"
+        return last if last and ended else f"it {self.problem or 'said nothing'}"
 
     def advice(self, advice: str) -> str:
         """What to do: ``advice``, unless time was too short."""
@@ -86,8 +86,8 @@ def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
     """Run ``command`` for at most ``seconds``; past them it ends, with all that it started."""
     try:
         process = subprocess.Popen(
-            list(command),
-            env=dict(environ) if environ is not None else None,
+            command,
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

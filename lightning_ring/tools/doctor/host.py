@@ -25,11 +25,12 @@ def check_threads(request: DoctorRequest) -> Iterator[Finding]:
     if (quota := cgroup_quota()) < cores:
         found += f", {quota:g} at a time (the container's or job's quota)"
     if ranks > usable:
-        advice = (
+        yield warning(
+            "cores",
+            found,
             f"The ranks take turns. Start {usable}, or allow the job more cores: `taskset -cp $$` "
-            "shows what binds this shell (Slurm: --cpus-per-task)."
+            "shows what binds this shell (Slurm: --cpus-per-task).",
         )
-        yield warning("cores", found, advice)
     else:
         yield ok("cores", found)
     yield _threads(request.environ.get("OMP_NUM_THREADS", ""), usable, ranks)
@@ -61,12 +62,15 @@ def check_memory(_: DoctorRequest) -> list[Finding]:
     found = f"{free:,.0f} MiB free of {usage.total / _MIB:,.0f}"
     if free >= _SHM_GOOD:
         return [ok(name, found)]
-    advice = (
+    say = broken if free < _SHM_LEAST else warning
+    low = say(
+        name,
+        found,
         "MPI and NCCL need it, and without it data-loader workers die of a bus error. Remove what "
         "an ended job left (`ls -l /dev/shm`: sm_segment.*, torch_*, nccl-*), or enlarge it: a "
-        "container needs --shm-size=8g (or --ipc=host), a host `mount -o remount,size=8g /dev/shm`."
+        "container needs --shm-size=8g (--ipc=host), a host `mount -o remount,size=8g /dev/shm`.",
     )
-    return [(broken if free < _SHM_LEAST else warning)(name, found, advice)]
+    return [low]
 
 
 def check_network(request: DoctorRequest) -> Iterator[Finding]:
@@ -74,11 +78,14 @@ def check_network(request: DoctorRequest) -> Iterator[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         words = request.environ.get(variable, "").split(",")
-        named = [word for word in words if word and word[0] not in "^="]
+        named = [word for word in words if word[:1] not in "^="]
         missing = [name for name in named if not any(one.startswith(name) for one in there)]
         if missing:
-            advice = f"There are: {', '.join(there)}. Name one of them, or unset {variable}."
-            yield broken(variable, f"{', '.join(missing)}: no such interface", advice)
+            yield broken(
+                variable,
+                f"{', '.join(missing)}: no such interface",
+                f"There are: {', '.join(there)}. Name one of them, or unset {variable}.",
+            )
 
 
 def _hostname() -> Finding:
@@ -87,6 +94,9 @@ def _hostname() -> Finding:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         own = [one for _, one in ipv4_addresses() if not one.startswith("127.")] or ["127.0.1.1"]
-        advice = f"Add a line to /etc/hosts, such as `{own[0]} {name}`."
-        return broken("hostname", f"{name} resolves to nothing: {error.strerror}", advice)
+        return broken(
+            "hostname",
+            f"{name} resolves to nothing: {error.strerror}",
+            f"Add a line to /etc/hosts, such as `{own[0]} {name}`.",
+        )
     return ok("hostname", f"{name} resolves to {', '.join(addresses)}")

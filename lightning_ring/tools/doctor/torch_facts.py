@@ -29,16 +29,16 @@ def facts() -> dict[str, Any]:
         try:
             answers[name] = question()
         except Exception as error:
-            answers[name] = None
-            answers[f"{name} error"] = _first_line(error)
+            answers |= {name: None, f"{name} error": _first_line(error)}
     return answers
 
 
 def _build() -> str:
-    """What GPUs this torch is for; empty without any."""
-    builds = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
-    found = ((name, getattr(torch.version, kind, None)) for kind, name in builds.items())
-    return next((f"{name} {version}" for name, version in found if version), "")
+    """What GPUs this torch is for."""
+    for kind, name in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
+        if version := getattr(torch.version, kind, None):
+            return f"{name} {version}"
+    return "the CPU"
 
 
 def _gpus() -> list[dict[str, Any]]:

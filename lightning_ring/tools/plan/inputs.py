@@ -18,7 +18,7 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.comm.cost import TCP_ALPHA_SECONDS, CostModel
+from lightning_ring.comm.cost import PASSES, TCP_ALPHA_SECONDS, CostModel
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.whole_file import write_whole
 
@@ -31,7 +31,6 @@ NETWORKS = {
     f"{gbit:g}gbit": CostModel(TCP_ALPHA_SECONDS, gbit * _GBIT * _TCP_SHARE)
     for gbit in (1, 2.5, 10, 25, 100)
 }
-PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +150,13 @@ def read_bench(path: str) -> Link:
         device = str(content.get("world", {}).get("device", ""))
         for model in content["models"]:
             name, bandwidth = model["backend"], float(model["bandwidth"] or math.inf)
-            cost = CostModel(float(model["alpha_seconds"]), bandwidth)
-            backends[name][model["collective"]] = cost
+            alpha = float(model["alpha_seconds"])
+            backends[name][model["collective"]] = CostModel(alpha, bandwidth)
             residuals[name] = max(residuals[name], float(model.get("residual", 0)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        said = f"{path} is no file of `lightning-ring bench` ({error!r})."
-        raise ConfigurationError(said) from None
+        raise ConfigurationError(
+            f"{path} is no file of `lightning-ring bench` ({error!r})."
+        ) from None
     whole = [name for name, costs in backends.items() if costs.keys() >= PASSES.keys()]
     if not whole:
         raise ConfigurationError(

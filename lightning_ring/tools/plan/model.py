@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightning_ring.comm import cost
-from lightning_ring.tools.plan.inputs import PASSES, Gradient, Link, Profile
+from lightning_ring.tools.plan.inputs import Gradient, Link, Profile
 
 MIB = 2**20
 
@@ -83,7 +83,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     cap = settings.bucket_cap_mb or cost.default_cap_mb(profile.run.device, size)
     buckets = cut_buckets(profile.gradients, cap, settings.sixteen_bits)
     leave = [(members[-1].ready, num_bytes) for members, num_bytes in buckets]
-    if size > 1 and settings.local_steps is not None:
+    if size > 1 and settings.local_steps:
         parameters = sum(gradient.num_bytes for gradient in profile.gradients)
         exposed = wire("all_reduce", [(0.0, parameters)])[-1] / settings.local_steps
     elif size > 1 and settings.sharded:
@@ -151,7 +151,7 @@ def _flat_stage(collective: str, cluster: Cluster) -> Callable[[float], float]:
     network, node = cluster.network.costs[collective], cluster.node.costs[collective]
     hops = (nodes - 1) * network.alpha_seconds + (size - nodes) * node.alpha_seconds
     slow = node.bandwidth if cluster.local_size > 1 else math.inf
-    bandwidth, passes = min(network.bandwidth, slow), PASSES[collective]
+    bandwidth, passes = min(network.bandwidth, slow), cost.PASSES[collective]
     return lambda num_bytes: passes * (hops + (size - 1) / size * num_bytes / bandwidth)
 
 

@@ -57,11 +57,14 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
     )
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in asdict(phases).items())
     yield f"a step of one rank alone takes {1e3 * phases.alone:.1f} ms: {parts}"
-    links = [("between nodes", network)] + ([("in a node", node)] if node is not None else [])
-    for where, link in links:
+    for where, link in (("between nodes", network), ("in a node", node)):
+        if link is None:
+            continue
         cost = link.costs["all_reduce"]
-        alpha, speed = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e9
-        yield f"{where}: {link.name}: {alpha:,.4g} µs a message, {speed:.3g} GB/s"
+        yield (
+            f"{where}: {link.name}: {1e6 * cost.alpha_seconds:,.4g} µs a message, "
+            f"{cost.bandwidth / 1e9:.3g} GB/s"
+        )
         if link.device and (link.device == "cpu") != (run.device == "cpu"):
             yield (
                 f"warning: {link.name} was measured on {link.device}, and the profile was recorded "
@@ -90,7 +93,7 @@ def advice(now: PredictedStep, found: Sequence[tuple[str, float]], data: float) 
     saving = {way: f"{saved:.0%}" for way, saved in found if saved >= WORTH}
     alike = [way for way in saving if not way.startswith(_CHANGING)]
     if saving:
-        listed = ", ".join(f"{way} {share}" for way, share in saving.items())
+        listed = ", ".join(map(" ".join, saving.items()))
         yield f"{head}. Each of these alone saves, of a step: {listed}."
     else:
         yield f"{head}. No change in this plan would save {WORTH:.0%}."

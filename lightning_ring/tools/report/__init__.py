@@ -4,6 +4,7 @@ import base64
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
@@ -60,17 +61,17 @@ def choose_metric(runs: Runs, asked: str | None) -> tuple[str | None, int]:
     """A tag, and 1 where less is better, else -1. ``asked``, else what checkpoints go by, else a
     validation metric."""
     tags = _tags(runs)
-    if asked is not None and asked not in tags:
+    if asked and asked not in tags:
         of_users = ", ".join(tag for tag in tags if not tag.startswith("ring/"))
         raise ConfigurationError(
             f"--metric {asked}: no run logged it. Logged were: {of_users or 'no scalars'}."
         )
-    found = [asked] if asked is not None else [tag for tag in tags if _VALIDATION.match(tag)]
+    found = [asked] if asked else [tag for tag in tags if _VALIDATION.match(tag)]
     if not found:
         return None, 1
     monitored = [run.config.get("callbacks.checkpoint.monitor") for run in runs]
-    num_runs = {tag: sum(tag in run.scalars for run in runs) for tag in found}
-    tag = max(found, key=lambda tag: (monitored.count(tag), num_runs[tag]))
+    logged = Counter(chain.from_iterable(run.scalars for run in runs))
+    tag = max(found, key=lambda tag: (monitored.count(tag), logged[tag]))
     lower = bool(_LOWER_IS_BETTER.search(tag))
     if tag in monitored:
         lower = any(run.config.get("callbacks.checkpoint.mode") != "max" for run in runs)
@@ -81,11 +82,11 @@ def _best(run: LoggedRun, tag: str | None, sign: int) -> tuple[int | None, float
     """Step and value of the first of the best; the worst there can be where all are NaN."""
     points = [point for point in run.scalars.get(tag or "", ()) if not math.isnan(point.value)]
     best = min(points, key=lambda point: sign * point.value, default=None)
-    return (best.step, best.value) if best is not None else (None, sign * math.inf)
+    return (best.step, best.value) if best else (None, sign * math.inf)
 
 
 def _tags(runs: Runs) -> list[str]:
-    return list(dict.fromkeys(tag for run in runs for tag in run.scalars))
+    return list(dict.fromkeys(chain.from_iterable(run.scalars for run in runs)))
 
 
 def _finite(run: LoggedRun, tag: str) -> list[float]:
@@ -98,10 +99,14 @@ def _finite(run: LoggedRun, tag: str) -> list[float]:
 def compared(runs: Runs, attribute: str) -> tuple[dict[str, list[str]], dict[str, str]]:
     """What differs between runs, a value a run; and what is the same in all that have any."""
     values = [own for run in runs if (own := getattr(run, attribute))]
-    names = dict.fromkeys(chain.from_iterable(values))
-    rows = {name: [own.get(name, "–") for own in values] for name in names}
-    differ = {name: row for name, row in rows.items() if len(set(row)) > 1}
-    return differ, {name: row[0] for name, row in rows.items() if name not in differ}
+    differ, same = {}, {}
+    for name in dict.fromkeys(chain.from_iterable(values)):
+        row = [own.get(name, "–") for own in values]
+        if len(set(row)) > 1:
+            differ[name] = row
+        else:
+            same[name] = row[0]
+    return differ, same
 
 
 def settings(runs: Runs) -> Mapping[str, Sequence[str]]:
@@ -123,8 +128,8 @@ def step_parts(run: LoggedRun) -> dict[str, float]:
 def step_time(runs: Runs) -> tuple[Markup, list[str], Mapping[str, Mapping[str, float]]] | None:
     """A chart, its parts, and a row a run."""
     rows = {run.name: parts for run in runs if (parts := step_parts(run))}
-    logged = set(chain.from_iterable(rows.values()))
-    names = [*(part for part in _PARTS if part in logged), *sorted(logged.difference(_PARTS))]
+    logged = sorted(set(chain.from_iterable(rows.values())))
+    names = list(dict.fromkeys(part for part in (*_PARTS, *logged) if part in logged))
     return (bar_chart(rows, names), names, rows) if rows else None
 
 
@@ -156,24 +161,27 @@ def curves(runs: Runs, metric: str | None) -> list[list[Markup]]:
     """The most telling ones, and the other ones, those of the step and the machine last."""
     tags = [tag for tag in _tags(runs) if not _NOT_DRAWN.match(tag)]
     tags.sort(key=lambda tag: (tag.startswith("ring/"), "loss" not in tag))
-    telling = [tag for tag in tags if not _VALIDATION.match(tag)][:1]
-    telling += [metric] if metric is not None else []
-    telling = list(dict.fromkeys([*telling, *filter(_TELLING.match, tags)]))
+    first = [tag for tag in tags if not _VALIDATION.match(tag)][:1]
+    first += [metric] if metric else []
+    telling = dict.fromkeys([*first, *filter(_TELLING.match, tags)])
     others = [tag for tag in tags if tag not in telling]
     return [[_chart(runs, tag) for tag in group] for group in (telling, others)]
 
 
 def _chart(runs: Runs, tag: str) -> Markup:
-    lines = {}
-    for number, run in enumerate(runs):
-        if tag in run.scalars:
-            lines[number] = [(point.step, point.value) for point in run.scalars[tag]]
+    lines = {
+        number: [(point.step, point.value) for point in run.scalars[tag]]
+        for number, run in enumerate(runs)
+        if tag in run.scalars
+    }
     return line_chart(tag, lines)
 
 
 def pictures(runs: Runs) -> list[tuple[str, int, Any]]:
     """Tag, number of the run, picture; nearest neighbours and confusions first."""
-    found = []
-    for number, run in enumerate(runs):
-        found += [(tag, number, picture) for tag, picture in run.pictures.items()]
+    found = [
+        (tag, number, picture)
+        for number, run in enumerate(runs)
+        for tag, picture in run.pictures.items()
+    ]
     return sorted(found, key=lambda one: ("nearest" not in one[0], *one[:2]))

@@ -36,8 +36,7 @@ def line_chart(title: str, lines: Mapping[int, Sequence[tuple[float, float]]]) -
     arrays = {number: np.array(points, dtype=float) for number, points in lines.items()}
     values = np.concatenate([*arrays.values()])[:, 1]
     finite = values[np.isfinite(values)]
-    is_loss = finite.size > 0 and "loss" in title.lower()
-    log = is_loss and finite.max() > 20 * finite.min() > 0
+    log = "loss" in title.lower() and finite.size and finite.max() > 20 * finite.min() > 0
     figure = Figure(figsize=(4.8, 2.5), layout="constrained")
     axes: Any = figure.add_subplot()
     for number, array in arrays.items():
@@ -96,8 +95,8 @@ def _colour(number: int) -> str:
 def _figure(figure: Figure, title: str, notes: str) -> Markup:
     figure.savefig(file := StringIO(), format="svg", transparent=True)
     text = file.getvalue().partition("<svg")[2]
-    whole = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
-    text = re.sub(whole, "", text, flags=re.DOTALL).replace("xlink:href", "href")
+    text = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text)
+    text = text.replace("xlink:href", "href")
     text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text, count=5)
     text = re.sub(r'id="(run-\d+)"', r'class="\1"', text)
     # The same in every chart.

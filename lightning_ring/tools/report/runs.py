@@ -45,8 +45,8 @@ class LoggedRun:
     @property
     def seconds(self) -> float | None:
         """Of training: between values that no test logged."""
-        trained = [points for tag, points in self.scalars.items() if not tag.startswith("test")]
-        times = [point.wall_time for points in trained for point in points]
+        trained = [tag for tag in self.scalars if not tag.startswith("test")]
+        times = [point.wall_time for tag in trained for point in self.scalars[tag]]
         return max(times) - min(times) if times else None
 
     @property

@@ -149,7 +149,7 @@ def test_generators_that_threads_share_are_an_error(folder, transform, shared):
             v2.ToDtype(torch.float32),
             "ToDtype made 3 x 32 x 32 of float32, expected .* `transform`, which runs after",
         ),
-        (lambda image: None, r"it gave a NoneType, expected a tensor"),
+        (lambda image: None, "made a NoneType, expected 3 x 32 x 32 of uint8"),
     ],
 )
 def test_what_makes_no_image_is_named(folder, transform, error):

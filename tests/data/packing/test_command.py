@@ -29,7 +29,7 @@ def test_the_command_packs_verifies_and_explains(source, packed, tmp_path, capsy
     ("arguments", "message"),
     [
         (["src"], "expected SRC and DST, got 1 path"),
-        (["--verify", "a", "b"], "--verify takes DST alone, got 2 paths"),
+        (["--verify", "a", "b"], "expected DST alone, got 2 paths"),
         (["--verify", "a", "--workers", "0"], "--workers 0: expected 1 or more"),
         (["src", "dst", "--size", "-1"], "--size -1: expected pixels"),
         (["src", "dst", "--shard-mb", "0"], "--shard-mb 0.0: expected MiB"),

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.packing.image import PackSettings, UnusableImageError, prepare_image
+from lightning_ring.data.packing.image import PackSettings, prepare_image
 from tests.data.photos import EXIF_ORIENTATION, decode, encode, photo
 
 SIXTEEN_BITS = Image.fromarray(np.linspace(0, 65535, 120 * 80).reshape(80, 120).astype(np.uint16))
@@ -113,14 +113,13 @@ def test_a_damaged_jpeg_that_pillow_reads_is_encoded_anew():
         (encode(photo(), "PNG")[:-60], "truncated"),
         (b"", "the file is empty"),
         (b"just some text", "not an image; it starts with b'just some te'"),
-        (encode(photo().convert("F"), "TIFF"), "floating-point numbers without a known range"),
-        (encode(photo().convert("I"), "TIFF"), "32-bit integers without a known range"),
+        (encode(photo().convert("F"), "TIFF"), "pixels of mode F have no known range"),
+        (encode(photo().convert("I"), "TIFF"), "pixels of mode I have no known range"),
     ],
 )
 @pytest.mark.parametrize("size", [0, 20])
 def test_unusable_images_say_why(data, reason, size):
-    with pytest.raises(UnusableImageError, match=reason):
-        prepare_image(data, PackSettings(size, quality=90))
+    assert reason in prepare_image(data, PackSettings(size, quality=90))
 
 
 @pytest.mark.parametrize(

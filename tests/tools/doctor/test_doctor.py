@@ -16,7 +16,6 @@ from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import (
     HostReport,
     compare,
-    everything,
     last_line,
     lines,
     ok,
@@ -168,7 +167,7 @@ def test_a_report_of_several_hosts_shows_what_is_not_ok_and_counts_the_rest():
     few = warning("threads", "64 threads", "Set 1.")
     one = HostReport("one", [ok("torch", "2.9.0"), ok("python", "3.12.1"), few])
     two = HostReport("two", [ok("torch", "2.8.0"), ok("python", "3.12.9")])
-    assert HostReport.from_json(json.loads(json.dumps(one.as_json()))) == one
+    assert json.loads(json.dumps(one.as_json()))["state"] == "warning"
     assert [line.split()[:2] for line in lines(short(one.findings))] == [
         ["warning", "threads"],
         ["->", "Set"],
@@ -180,7 +179,7 @@ def test_a_report_of_several_hosts_shows_what_is_not_ok_and_counts_the_rest():
         ("same on all hosts", "ok"),
     ]
     assert between[0].found == "2.9.0 on one; 2.8.0 on two"
-    assert last_line(everything([one, two], between)) == "7 checks: 1 broken, 1 warning"
+    assert last_line([*one.findings, *two.findings, *between]) == "7 checks: 1 broken, 1 warning"
 
 
 def test_the_line_that_says_most_is_chosen():

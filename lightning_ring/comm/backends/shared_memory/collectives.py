@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ring.comm.backends.shared_memory.memory import SLOT_BYTES, Regions, Rounds
 from lightning_ring.comm.collective_queue import Steps
-from lightning_ring.comm.communicator import ReduceOp, shard
+from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.comm.exchange import sum_into_, wants_wide_sum
 from lightning_ring.comm.ring import COMBINE, finish_
 
@@ -118,7 +118,7 @@ def reduce_scatter_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> 
     """Reduce 1-D ``flat``'s shard of this rank in place. A slot holds a piece of every shard."""
     world_size, rank = rounds.world_size, rounds.rank
     numel = SLOT_BYTES // world_size // 64 * 64 // flat.element_size()
-    shards = [shard(flat, world_size, peer).split(numel) for peer in range(world_size)]
+    shards = [own.split(numel) for own in flat.tensor_split(world_size)]
     for index in range(len(shards[0])):  # the first shard is never shorter than another
         slots = rounds.next_slots(flat.dtype, numel * world_size)
         for peer, pieces in enumerate(shards):
@@ -136,7 +136,7 @@ def all_gather_through_slots(flat: Tensor, rounds: Rounds, _: object = None) -> 
     """Fill 1-D ``flat`` from the ranks' shards of it."""
     world_size, rank = rounds.world_size, rounds.rank
     numel = SLOT_BYTES // flat.element_size()
-    shards = [shard(flat, world_size, peer).split(numel) for peer in range(world_size)]
+    shards = [own.split(numel) for own in flat.tensor_split(world_size)]
     for index in range(len(shards[0])):
         slots = rounds.next_slots(flat.dtype, numel)
         if index < len(shards[rank]):
@@ -193,7 +193,7 @@ def _slotfuls(flat: Tensor) -> Sequence[Tensor]:
 
 def _reduced_pieces(
     shards: Sequence[Tensor], rank: int, op: ReduceOp
-) -> Iterator[tuple[list[Tensor], Tensor]]:
+) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
     """Every piece of ``shards`` (one a rank), reduced: between two ranks in this rank's own,
     else beside them.
     """
@@ -207,4 +207,4 @@ def _reduced_pieces(
     for pieces in cut:
         result = pieces[rank] if scratch is None else scratch[: pieces[0].numel()]
         reduce_rows(pieces, result, op)
-        yield list(pieces), result
+        yield pieces, result

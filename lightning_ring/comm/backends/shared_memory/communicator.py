@@ -18,6 +18,8 @@ from lightning_ring.comm.backends.gloo import open_gloo_transport
 from lightning_ring.comm.backends.shared_memory import collectives as shared
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.backends.shared_memory.memory import (
+    DIGEST,
+    LOCATION,
     SEGMENT_BYTES,
     Bootstrap,
     NoSharedMemory,
@@ -123,8 +125,8 @@ class SharedMemoryCommunicator(Communicator):
         maps: Sequence[mmap.mmap],
         policy: WaitPolicy,
         regions: Regions,
-        members: Sequence[int] = (),
-        kept: KeptMemory | None = None,
+        members: Sequence[int],
+        kept: KeptMemory | None,
     ) -> None:
         self.rank = rank
         self.world_size = len(maps)
@@ -248,7 +250,7 @@ class SharedMemoryCommunicator(Communicator):
         call = self._num_calls
         self._rounds.announce(digest, location)
         yield next(body)
-        if not self._rounds.agree():
+        if not self._rounds.all_wrote(DIGEST):
             yield from self._compare(what, call)
         yield from body
 
@@ -263,7 +265,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Steps:
         """A body of `_agreed` whose first round tells where the tensors are."""
         yield self._rounds.arrive()
-        if location == 0 or not self._rounds.same_location():
+        if location == 0 or not self._rounds.all_wrote(LOCATION):
             yield from collective.through_slots(flat, self._rounds, operand)
         else:
             yield from collective.in_place(flat, location, self.regions, self._rounds, operand)

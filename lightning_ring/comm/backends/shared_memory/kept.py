@@ -54,11 +54,10 @@ class KeptMemory:
         """As `memory.share`: memory that is not lent on any rank if there is some, else new
         memory. Collective.
         """
-        free = {name: block.num_bytes for name, block in self._blocks.items() if not block.lent}
         fitting = {
-            name: size
-            for name, size in free.items()
-            if num_bytes <= size <= 2 * (num_bytes + _GRAIN)
+            name: block.num_bytes
+            for name, block in self._blocks.items()
+            if not block.lent and num_bytes <= block.num_bytes <= 2 * (num_bytes + _GRAIN)
         }
         offers: list[list[str]] = bootstrap.all_gather_object(sorted(fitting))
         common = set(offers[0]).intersection(*offers[1:])
@@ -68,13 +67,10 @@ class KeptMemory:
             reserved = (num_bytes // _GRAIN + 2) * _GRAIN
             name, maps = share_named(bootstrap, reserved)
             self._blocks[name] = _Block(reserved, dict(zip(self._members, maps, strict=True)))
-        return self._lend(self._blocks[name], bootstrap.rank, num_bytes)
-
-    def _lend(self, block: _Block, rank: int, num_bytes: int) -> list[mmap.mmap | memoryview]:
-        """The maps by rank, this rank's as a view that ends with the last tensor that uses it."""
+        block = self._blocks[name]
         block.lent = block.wanted = True
-        own = memoryview(block.maps[self._members[rank]])[:num_bytes]
+        mine = self._members[bootstrap.rank]
+        # it ends with the last tensor that uses it
+        own = memoryview(block.maps[mine])[:num_bytes]
         weakref.finalize(own, block.give_back).atexit = False
-        return [
-            own if member == self._members[rank] else block.maps[member] for member in self._members
-        ]
+        return [own if member == mine else block.maps[member] for member in self._members]

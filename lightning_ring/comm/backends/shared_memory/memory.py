@@ -12,6 +12,8 @@ for k.
 
 from __future__ import annotations
 
+import functools
+import math
 import mmap
 import os
 import platform
@@ -126,6 +128,7 @@ SEGMENT_BYTES = BOARD_BYTES + 2 * SLOT_BYTES
 # even and for odd rounds a digest of the collective; then for both where in shared memory the
 # rank's tensor is.
 _WORDS = 8
+DIGEST, LOCATION = 2, 4
 _MAX_VIEWS = 1024  # that are kept: cutting them takes longer than a short collective
 
 
@@ -155,21 +158,17 @@ class Rounds:
             for start in (BOARD_BYTES, BOARD_BYTES + SLOT_BYTES)
         ]
         """``slots[parity of the round][rank]``"""
-        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._views = functools.lru_cache(_MAX_VIEWS)(self._cut_slots)
 
     def next_slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """The first ``numel`` elements of everybody's slot for the next round."""
-        parity = (self.number + 1) & 1
-        views = self._views.get((dtype, numel, parity))
-        if views is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            views = [slot[: numel * dtype.itemsize].view(dtype) for slot in self.slots[parity]]
-            self._views[dtype, numel, parity] = views
-        return views
+        return self._views((self.number + 1) & 1, dtype, numel)
+
+    def _cut_slots(self, parity: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        return [slot[: numel * dtype.itemsize].view(dtype) for slot in self.slots[parity]]
 
     def announce(self, digest: int, location: int) -> None:
-        """What the others find on the board from the next round on (`agree`, `same_location`)."""
+        """What the others find on the board from the next round on (`all_wrote`)."""
         self._digest, self._location = digest, location
 
     def arrive(self) -> int:
@@ -178,8 +177,8 @@ class Rounds:
         """
         number = self.number + 1
         words = self._mine
-        words[2 + (number & 1)] = self._digest
-        words[4 + (number & 1)] = self._location
+        words[DIGEST + (number & 1)] = self._digest
+        words[LOCATION + (number & 1)] = self._location
         words[0] = number
         self.number = number
         return number
@@ -193,15 +192,11 @@ class Rounds:
     def missing(self, number: int) -> list[int]:
         return [rank for rank, board in enumerate(self._boards) if board[0] < number]
 
-    def agree(self) -> bool:
-        """Whether everybody gave the same digest for the round that was just reached."""
-        return self._all_wrote(2 + (self.number & 1))
-
-    def same_location(self) -> bool:
-        """Whether everybody gave the same location for the round that was just reached."""
-        return self._all_wrote(4 + (self.number & 1))
-
-    def _all_wrote(self, word: int) -> bool:
+    def all_wrote(self, word: int) -> bool:
+        """Whether everybody gave the same `DIGEST`, or `LOCATION`, for the round that was just
+        reached.
+        """
+        word += self.number & 1
         mine = self._mine[word]
         for board in self._others:  # noqa: SIM110
             if board[word] != mine:
@@ -217,8 +212,8 @@ _OFFSET_BITS = 40
 class Region(NamedTuple):
     """One allocation."""
 
+    start: int  # where it begins in this process
     number: int  # the same on every rank
-    start: int  # where it begins and ends in this process
     stop: int
     memory: list[Tensor]  # all ranks' memory of it as bytes (own: empty)
     # of others' memory (own: empty), with their bounds
@@ -230,10 +225,9 @@ class Regions:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # in ascending order; replaced, as `_forget` may run in any thread
-        self._starts: tuple[int, ...] = ()
-        self._by_start: dict[int, Region] = {}
         self._by_number: dict[int, Region] = {}
+        # by their starts; replaced, as `_forget` may run in any thread
+        self._sorted: list[Region] = []
         self._num_added = 0
 
     def add(self, maps: Sequence[mmap.mmap | memoryview], dtype: torch.dtype) -> Tensor:
@@ -250,32 +244,28 @@ class Regions:
             for theirs in maps
         ]
         start = tensor.data_ptr()
-        region = Region(self._num_added, start, start + tensor.nbytes, memory, {})
-        self._by_start[start] = self._by_number[region.number] = region
-        self._starts = tuple(sorted(self._by_start))
-        weakref.finalize(own, self._forget, start, region.number).atexit = False
+        region = Region(start, self._num_added, start + tensor.nbytes, memory, {})
+        self._by_number[region.number] = region
+        self._sorted = sorted(self._by_number.values())
+        weakref.finalize(own, self._forget, region.number).atexit = False
         return tensor
 
-    def _forget(self, start: int, number: int) -> None:
+    def _forget(self, number: int) -> None:
         self._by_number.pop(number, None)
-        region = self._by_start.get(start)
-        # the address may have been given out anew
-        if region is not None and region.number == number:
-            del self._by_start[start]
-            self._starts = tuple(sorted(self._by_start))
+        self._sorted = sorted(self._by_number.values())
 
     def location(self, flat: Tensor) -> int:
         """Region and offset of ``flat`` in one number: the same for counterparts on all ranks, 0
         outside of regions.
         """
-        address = flat.data_ptr()
-        starts = self._starts
-        index = bisect_right(starts, address)
-        region = self._by_start.get(starts[index - 1]) if index else None
-        if region is None or address >= region.stop:
+        address, regions = flat.data_ptr(), self._sorted
+        # the last one, if its memory was given out anew
+        index = bisect_right(regions, (address, math.inf))
+        if not index or address >= regions[index - 1].stop:
             return 0
         if flat.is_conj() or flat.is_neg():  # its bytes are not its values
             return 0
+        region = regions[index - 1]
         return (region.number << _OFFSET_BITS) + address - region.start
 
     def all_ranks(self, flat: Tensor, location: int, index: int | None = None) -> list[Tensor]:
@@ -288,23 +278,14 @@ class Regions:
         if cut is None:
             if len(region.views) >= _MAX_VIEWS:
                 region.views.clear()
-            cut = region.views[key] = _cut(
-                region.memory, flat, location & ((1 << _OFFSET_BITS) - 1), index
-            )
+            start, stop = 0, flat.numel()
+            if index is not None:
+                start, stop = shard_bounds(stop, len(region.memory), index)
+            offset = location & ((1 << _OFFSET_BITS) - 1)
+            first, last = (offset + bound * flat.itemsize for bound in (start, stop))
+            others = [bytes_[first:last].view(flat.dtype) for bytes_ in region.memory]
+            cut = region.views[key] = start, stop, others
         start, stop, views = cut
         everyones = views.copy()
         everyones[self._rank] = flat[start:stop]
         return everyones
-
-
-def _cut(
-    memory: Sequence[Tensor], flat: Tensor, offset: int, index: int | None
-) -> tuple[int, int, list[Tensor]]:
-    """The bounds of shard ``index`` of ``flat``, or of all of it, and that part of all
-    ``memory``.
-    """
-    start, stop = (
-        (0, flat.numel()) if index is None else shard_bounds(flat.numel(), len(memory), index)
-    )
-    first, last = (offset + bound * flat.itemsize for bound in (start, stop))
-    return start, stop, [bytes_[first:last].view(flat.dtype) for bytes_ in memory]
