@@ -257,7 +257,7 @@ class RingStrategy(RankedStrategy):
         if fitting and self._layer_sync:
             assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
-        # every strategy's set-up, which calls the next two methods
+        # every strategy's set-up, which calls `_setup_model`, and then makes the optimizers
         super(DDPStrategy, self).setup(trainer)
         if fitting and self._comm is not None:
             self._attach(trainer, self._comm)
@@ -272,25 +272,26 @@ class RingStrategy(RankedStrategy):
                 broadcast_module(model, self._comm)
             leave_trainer(trainer)
             broadcast_after_swap(trainer, self._broadcast_buffers)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._prepare_fit(trainer, model)
         return model
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        assert self.model is not None
+    def _prepare_fit(self, trainer: pl.Trainer, model: nn.Module) -> None:
         self._requests.stops_together = False
         self.algorithm = self._new_algorithm() if self._comm is not None else Algorithm()
-        if not hasattr(self.model, "no_sync"):
-            self.model.no_sync = NoSync(self.block_backward_sync)  # type: ignore[assignment]
-        if self._comm is not None:
-            self._training_loaders.follow(trainer)
-            if self.options.monitor:
-                from lightning_ring.monitor.ring_monitor import add_monitor
+        if not hasattr(model, "no_sync"):
+            model.no_sync = NoSync(self.block_backward_sync)  # type: ignore[assignment]
+        if self._comm is None:
+            return
+        self._training_loaders.follow(trainer)
+        if self.options.monitor:
+            from lightning_ring.monitor.ring_monitor import add_monitor
 
-                add_monitor(trainer)
-            if self._may_have_others:
-                # a signal may have come during an evaluation before the fit
-                self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
-                leave_sigterm_to_the_buckets(trainer)
-        super().setup_optimizers(trainer)
+            add_monitor(trainer)
+        if self._may_have_others:
+            # a signal may have come during an evaluation before the fit
+            self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
+            leave_sigterm_to_the_buckets(trainer)
 
     def _new_algorithm(self) -> Algorithm:
         return self.options.new_algorithm()
