@@ -7,7 +7,6 @@ from functools import partial
 from unittest import mock
 
 import lightning as L
-import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ring import RingStrategy
@@ -72,7 +71,15 @@ def assert_within_steps(events, track, rank):
 
 def check_every_phase_and_bucket_of_every_step(tmp_path):
     path = tmp_path / "deep" / "trace.json"
-    module = train(RingStrategy(timeline=path, bucket_cap_mb=0.0005, force_communication=True))
+    results = []
+    for timeline in (None, path):
+        L.seed_everything(3, verbose=False)
+        module = train(
+            RingStrategy(timeline=timeline, bucket_cap_mb=0.0005, force_communication=True)
+        )
+        results.append(parameters(module))
+    assert (results[0] == results[1]).all()
+    assert_all_ranks_equal(results[1])
     events = read_trace(path)
     for rank in range(SIZE):
         assert steps_of(events, rank) == list(range(6))
@@ -159,15 +166,6 @@ def check_accumulation_compression_validation_and_checkpoints(tmp_path):
                 )
 
 
-def check_training_is_the_same_with_it(tmp_path):
-    results = []
-    for timeline in (None, tmp_path / "trace.json"):
-        L.seed_everything(3, verbose=False)
-        results.append(parameters(train(RingStrategy(timeline=timeline, bucket_cap_mb=0.0005))))
-    assert (results[0] == results[1]).all()
-    assert_all_ranks_equal(results[1])
-
-
 def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path):
     path, other = tmp_path / "trace.json", tmp_path / "other.json"
     if RANK == 0:
@@ -216,24 +214,6 @@ def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path):
     assert module.seen["loss"] == []
     WORLD.Barrier()
     assert [file.name for file in tmp_path.iterdir()] == [f"trace.rank{SIZE - 1}.jsonl"]
-
-
-def check_a_path_that_another_job_writes_is_one_error(tmp_path):
-    path = tmp_path / "trace.json"
-    other = {"generator": "lightning_ring", "run": "another"}
-    file = (
-        TraceFile(tmp_path / "trace.rank0.jsonl", other, max_bytes=1 << 22) if RANK == 0 else None
-    )
-    WORLD.Barrier()
-    with pytest.raises(
-        ConfigurationError, match=r"is in use: trace\.rank0\.jsonl, another job"
-    ) as caught:
-        train(RingStrategy(timeline=path))
-    assert len(set(WORLD.allgather(str(caught.value)))) == 1
-    assert not path.exists()
-    WORLD.Barrier()
-    if file is not None:
-        file.discard()
 
 
 class Between(L.Callback):

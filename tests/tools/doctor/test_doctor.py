@@ -53,6 +53,7 @@ def test_the_engine_is_named(variables, engine):
 
 RAY_WORKER = {"RAY_JOB_ID": "1", "RANK": "1", "LOCAL_RANK": "1"}
 RAY_WORKER |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+OMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,19 @@ def test_an_engine_started_the_rank(environ, found):
     assert check_launcher(DoctorRequest(2, 1, 60, environ=environ)) == [ok("launcher", found)]
 
 
-def test_variables_of_slurm_that_are_left_can_be_unset():
-    [finding] = check_launcher(DoctorRequest(2, 1, 60, environ=SRUN_STEP))
-    assert finding.found.endswith("by the variables of srun, but no launcher started this process")
-    assert finding.advice.endswith("unset ${!SLURM_@}")
+@pytest.mark.parametrize(
+    ("environ", "found", "advice"),
+    [
+        (SRUN_STEP, "variables of srun, but no launcher started this process", "${!SLURM_@}"),
+        ({"WORLD_SIZE": "4"}, "RANK is not set", "Unset them."),
+        (OMPI, "rank 0 of 2, by", "unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"),
+    ],
+)
+def test_variables_that_are_left_can_be_unset(environ, found, advice):
+    [finding] = check_launcher(DoctorRequest(2, 1, 60, environ=environ))
+    assert finding.state == "broken"
+    assert found in finding.found
+    assert finding.advice.endswith(advice)
 
 
 @pytest.mark.ranks

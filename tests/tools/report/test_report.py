@@ -148,15 +148,14 @@ def test_standing_still_is_no_part_of_a_step(tmp_path: Path) -> None:
     assert step_parts(read_runs([tmp_path])[0]) == {"forward": 3.0}
 
 
-def test_the_slowest_ranks_are_named(sweep: Path) -> None:
+def test_the_page_names_slowest_ranks_and_counts_what_no_chart_can_show(sweep: Path) -> None:
     assert slowest_ranks(read_runs([sweep])[0]) == [(1, 0.75, 7.0), (0, 0.25, 1.0)]
-    assert "2 1 75 % of logged steps 7 ms 2 0 25 % of logged steps 1 ms" in words(page_of(sweep))
-
-
-def test_values_that_are_not_finite_are_counted_and_break_no_chart(sweep: Path) -> None:
     page = page_of(sweep)
-    assert "2 values are NaN or infinite" in words(page)
+    text = words(page)
+    assert "2 1 75 % of logged steps 7 ms 2 0 25 % of logged steps 1 ms" in text
+    assert "2 values are NaN or infinite" in text
     assert not re.search(r'(?:d|cx|cy|x|y)="[^"]*(?:nan|inf)', page)
+    assert page.count("data:image/png") == text.count(", step 2") == 2, "the last one of each tag"
 
 
 def test_another_metric_can_be_asked_for_and_colours_do_not_depend_on_it(sweep: Path) -> None:
@@ -183,12 +182,6 @@ def test_little_or_extreme_data(tmp_path: Path, scalars: dict[str, list[float]])
     assert ("No scalars were logged." in text) == (not scalars)
     assert "Not recorded: no run logged step times." in text
     assert "No images were logged." in text
-
-
-def test_the_last_picture_of_each_tag(sweep: Path) -> None:
-    page = page_of(sweep)
-    assert page.count("data:image/png") == 2
-    assert words(page).count(", step 2") == 2
 
 
 def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(
