@@ -53,8 +53,8 @@ def environment(**variables):
             del os.environ[name]
 
 
-def steps_of(events, rank):
-    return [event["args"]["step"] for event in slices(events, "steps", rank)]
+def steps_of(events, rank, track="steps"):
+    return [event["args"]["step"] for event in slices(events, track, rank)]
 
 
 def assert_within_steps(events, track, rank):
@@ -92,7 +92,7 @@ def check_every_phase_and_bucket_of_every_step(tmp_path):
         sent = 0
         for track in buckets:
             carried = slices(events, track, rank)
-            assert [event["args"]["step"] for event in carried] == list(range(6))
+            assert steps_of(events, rank, track) == list(range(6))
             assert {event["name"] for event in carried} == {"all-reduce"}
             assert all(
                 event["args"]["waited_us"] >= 0 <= event["args"]["queued_us"] for event in carried
@@ -125,9 +125,8 @@ def check_sharded_steps_have_both_halves(tmp_path):
         assert [event["name"] for event in halves] == ["reduce-scatter"] * 6
         gathered = slices(events, "parameters of bucket 1", rank)
         assert [event["name"] for event in gathered] == ["all-gather"] * 6
-        assert [event["args"]["step"] for event in gathered] == list(range(6)), (
-            "the step that sent them"
-        )
+        # the step that sent them
+        assert steps_of(events, rank, "parameters of bucket 1") == list(range(6))
         optimizer = {
             event["args"]["step"]: event for event in slices(events, "optimizer step", rank)
         }
@@ -149,12 +148,8 @@ def check_accumulation_compression_validation_and_checkpoints(tmp_path):
     events = read_trace(path)
     for rank in range(SIZE):
         assert steps_of(events, rank) == list(range(12))
-        assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", rank)] == list(
-            range(1, 12, 2)
-        )
-        assert [e["args"]["step"] for e in slices(events, "optimizer step", rank)] == list(
-            range(1, 12, 2)
-        )
+        for track in ("gradients of bucket 0", "optimizer step"):
+            assert steps_of(events, rank, track) == list(range(1, 12, 2))
         pauses = [event["name"] for event in slices(events, "validation and checkpoints", rank)]
         assert pauses.count("checkpoint") == 3
         assert pauses.count("validation batch") >= 4
@@ -245,7 +240,7 @@ def check_started_and_stopped_by_hand(tmp_path):
     train(strategy, batches=8, callbacks=[Between(path)])
     events = read_trace(path)
     assert steps_of(events, SIZE - 1) == [2, 3, 4]
-    assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", 0)] == [2, 3, 4]
+    assert steps_of(events, 0, "gradients of bucket 0") == [2, 3, 4]
 
 
 def check_a_largest_size(tmp_path):

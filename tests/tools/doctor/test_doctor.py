@@ -4,7 +4,6 @@ behind.
 
 import json
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -24,8 +23,9 @@ from lightning_ring.tools.doctor.findings import (
 )
 from lightning_ring.tools.doctor.launching import check_engine, check_launcher
 from lightning_ring.tools.doctor.reduction import what_was_said
+from tests import forked
 from tests.job.test_launchers import FLUX, JSRUN, SRUN_STEP
-from tests.processes import clean_env, has_ended, mpirun_path, run, wait_for
+from tests.processes import has_ended, mpirun_path, run, started, wait_for
 from tests.tools.doctor.planting import doctor, program
 
 WHOLE = """
@@ -85,7 +85,7 @@ def test_variables_that_are_left_can_be_unset(environ, found, advice):
 
 @pytest.mark.ranks
 def test_a_whole_examination():
-    done = run([sys.executable, "-c", WHOLE])
+    done = run([sys.executable, "-c", WHOLE], **forked.ranks())
     lines = done.stdout.splitlines()
     assert lines[-1] == "imported: []", "what can break was imported into the doctor itself"
     findings = {
@@ -130,14 +130,11 @@ def test_a_program_that_fails_is_an_answer(words, problem):
 def test_told_to_stop_it_ends_what_it_started(environment, tmp_path):
     program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     words = ["-m", "lightning_ring.cli.main", "doctor", "--only", "mpi", "threads"]
-    line = [str(environment / "bin" / "python"), *words]
-    process = subprocess.Popen(
-        line, env=clean_env(), stdout=subprocess.DEVNULL, start_new_session=True
-    )
     asked = tmp_path / "pid"
-    wait_for(lambda: asked.exists() and asked.read_text())
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=240) == 128 + signal.SIGINT
+    with started([str(environment / "bin" / "python"), *words], tmp_path / "output") as process:
+        wait_for(lambda: asked.exists() and asked.read_text())
+        process.terminate()
+        assert process.wait(timeout=240) == 128 + signal.SIGINT
     assert has_ended(int(asked.read_text()))
 
 

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from tests import forked
 from tests.hosts import INTERFACE
 from tests.processes import mpirun_path
 from tests.tools.doctor.planting import (
@@ -94,6 +95,7 @@ def test_closed_ports_between_hosts(hosts, tmp_path):
         "PRTE_MCA_oob_tcp_dynamic_ipv4_ports": "20000-20100",
         "PRTE_MCA_prte_keep_fqdn_hostnames": "1",
         "GLOO_SOCKET_IFNAME": INTERFACE,
+        **forked.ranks(),
     }
     within = hosts.on(first)
     report = doctor("-H", f"{first},{second}", only=["all-reduce"], within=within, **env)

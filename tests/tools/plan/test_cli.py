@@ -96,7 +96,6 @@ def test_a_link_that_misleads_is_a_warning(path, tmp_path, capsys):
         ("--network 1gbit --ranks-per-node 0", "--ranks-per-node 0: must be"),
         ("--network 1gbit --ranks-per-node 8", "8 ranks a node: say how those talk"),
         ("--network 1gbit --node 30,200 --ranks-per-node 8 --ranks 12", "such as 8"),
-        ("--network ib-hdr", "--network ib-hdr: is no network. Measure yours"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(path, options, said, capsys):
@@ -105,16 +104,12 @@ def test_what_cannot_be_planned_is_one_line(path, options, said, capsys):
     assert said in line
 
 
-def without(key):
-    return lambda content: content.pop(key)
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda content: content.update(format=2), "no profile of lightning_ring in format 3"),
         (lambda content: content.update(kind="shopping list"), "no profile of lightning_ring"),
-        (without("phases"), "KeyError('phases')"),
+        (lambda content: content.pop("phases"), "KeyError('phases')"),
         (lambda content: content["phases"].pop("other"), "TypeError"),
     ],
 )
@@ -128,7 +123,7 @@ def test_a_damaged_profile_is_one_line(path, damage, said, capsys):
     assert said in line
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "7"])
+@pytest.mark.parametrize("content", ["{", "7"])
 def test_what_is_no_profile_is_one_line(path, content):
     Path(path).write_text(content)
     with refused(r"is not JSON|is JSON, but no profile"):

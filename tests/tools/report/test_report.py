@@ -29,6 +29,7 @@ from lightning_ring.tools.report import (
 from lightning_ring.tools.report.runs import Fit, read_runs
 from tests.monitor.browser import NAMES, executable, open_page
 from tests.tools.report.made_up import write_run
+from tests.trainers import quiet_trainer
 
 VOID = {"meta", "img", "input", "br"}
 
@@ -54,18 +55,8 @@ class Model(L.LightningModule):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     logger = TensorBoardLogger(tmp_path_factory.mktemp("trained"))
-    quiet = dict.fromkeys(
-        ("enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False
-    )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[RingMonitor()],
-        **quiet,
-    )
+    monitored = {"logger": logger, "log_every_n_steps": 1, "callbacks": [RingMonitor()]}
+    trainer = quiet_trainer(max_epochs=2, **monitored)
     batches = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
     trainer.fit(Model(), batches, batches)
     return Path(logger.log_dir)
