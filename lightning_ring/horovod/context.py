@@ -17,8 +17,7 @@ from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.elastic.member import Member
-from lightning_ring.horovod.negotiation import Negotiation
-from lightning_ring.horovod.timeline import Timeline
+from lightning_ring.horovod.negotiation import Negotiation, Timeline
 from lightning_ring.horovod.variables import (
     STALL_WARNING,
     TIMEOUT,

@@ -14,13 +14,16 @@ module does.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
 import time
+import uuid
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress, count
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,7 +36,9 @@ from lightning_ring.errors import HorovodInternalError, RingError
 from lightning_ring.horovod.execution import Agreed, Planner, RoundPlan
 from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pending
 from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Submission, problem_of
-from lightning_ring.horovod.timeline import Timeline
+from lightning_ring.timeline.clocks import ClockReading
+from lightning_ring.timeline.session import Session
+from lightning_ring.timeline.settings import GENERATOR
 
 # after a submission, until the thread begins a cycle; and the longest pause between idle cycles
 CYCLE_SECONDS = 0.001
@@ -374,3 +379,31 @@ class Negotiation:
                     ranks_text(missing),
                     STALL_SECONDS,
                 )
+
+
+class Timeline:
+    """A Chrome trace of one process set, from now until `write`.
+
+    Each name is a row: the wait for all ranks, then the run.
+    """
+
+    def __init__(self, path: Path, *, mark_cycles: bool) -> None:
+        self._mark_cycles = mark_cycles
+        began, zero = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+        run = {"generator": GENERATOR, "run": uuid.uuid4().hex[:12], "began": began.isoformat()}
+        clock = ClockReading(0.0, 0.0, zero, shared=True)
+        self._session = Session(path, run | {"world_size": 1}, 0, zero, clock, None)
+        epoch = {"start_time_since_epoch_in_micros": int(began.timestamp() * 1e6)}
+        self._session.recorder.slice("cycles", "START", zero, zero, epoch)
+        self.write = self._session.finish
+
+    def cycle(self) -> None:
+        if self._mark_cycles:
+            now = time.monotonic()
+            self._session.recorder.slice("cycles", "CYCLE_START", now, now)
+
+    def ran(self, name: str, kind: str, submitted: float, began: float) -> None:
+        """``name`` has run now; times are seconds of `time.monotonic`."""
+        what, slice_ = kind.upper(), self._session.recorder.slice
+        slice_(name, f"NEGOTIATE_{what}", submitted, began)
+        slice_(name, what, began, time.monotonic())
