@@ -29,6 +29,7 @@ from lightning_ring.tools.report import (
 from lightning_ring.tools.report.runs import Fit, read_runs
 from tests.monitor.browser import NAMES, executable, open_page
 from tests.tools.report.made_up import write_run
+from tests.trainers import quiet_trainer
 
 VOID = {"meta", "img", "input", "br"}
 
@@ -54,18 +55,8 @@ class Model(L.LightningModule):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     logger = TensorBoardLogger(tmp_path_factory.mktemp("trained"))
-    quiet = dict.fromkeys(
-        ("enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False
-    )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[RingMonitor()],
-        **quiet,
-    )
+    monitored = {"logger": logger, "log_every_n_steps": 1, "callbacks": [RingMonitor()]}
+    trainer = quiet_trainer(max_epochs=2, **monitored)
     batches = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
     trainer.fit(Model(), batches, batches)
     return Path(logger.log_dir)
@@ -148,15 +139,14 @@ def test_standing_still_is_no_part_of_a_step(tmp_path: Path) -> None:
     assert step_parts(read_runs([tmp_path])[0]) == {"forward": 3.0}
 
 
-def test_the_slowest_ranks_are_named(sweep: Path) -> None:
+def test_the_page_names_slowest_ranks_and_counts_what_no_chart_can_show(sweep: Path) -> None:
     assert slowest_ranks(read_runs([sweep])[0]) == [(1, 0.75, 7.0), (0, 0.25, 1.0)]
-    assert "2 1 75 % of logged steps 7 ms 2 0 25 % of logged steps 1 ms" in words(page_of(sweep))
-
-
-def test_values_that_are_not_finite_are_counted_and_break_no_chart(sweep: Path) -> None:
     page = page_of(sweep)
-    assert "2 values are NaN or infinite" in words(page)
+    text = words(page)
+    assert "2 1 75 % of logged steps 7 ms 2 0 25 % of logged steps 1 ms" in text
+    assert "2 values are NaN or infinite" in text
     assert not re.search(r'(?:d|cx|cy|x|y)="[^"]*(?:nan|inf)', page)
+    assert page.count("data:image/png") == text.count(", step 2") == 2, "the last one of each tag"
 
 
 def test_another_metric_can_be_asked_for_and_colours_do_not_depend_on_it(sweep: Path) -> None:
@@ -183,12 +173,6 @@ def test_little_or_extreme_data(tmp_path: Path, scalars: dict[str, list[float]])
     assert ("No scalars were logged." in text) == (not scalars)
     assert "Not recorded: no run logged step times." in text
     assert "No images were logged." in text
-
-
-def test_the_last_picture_of_each_tag(sweep: Path) -> None:
-    page = page_of(sweep)
-    assert page.count("data:image/png") == 2
-    assert words(page).count(", step 2") == 2
 
 
 def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(
