@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from lightning_ring.horovod.as_horovod import Names, main
+from tests import forked
 from tests.processes import ROOT, clean_env
 
 SCRIPT = """
@@ -50,8 +51,8 @@ if __name__ == "__main__":
 """
 
 
-def run_in(folder, *arguments):
-    command = [sys.executable, "-m", "lightning_ring.horovod", *arguments]
+def run_in(folder, python, *arguments):
+    command = [*python, "-m", "lightning_ring.horovod", *arguments]
     return subprocess.run(
         command, cwd=folder, env=clean_env(), capture_output=True, text=True, timeout=240
     )
@@ -61,7 +62,7 @@ def run_in(folder, *arguments):
 def test_a_script_is_main_and_its_processes_find_horovod_too(tmp_path):
     (tmp_path / "scripts" / "horovod").mkdir(parents=True)  # not what is imported
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
-    done = run_in(tmp_path, "scripts/train.py", "--lr", "1", "fail")
+    done = run_in(tmp_path, [sys.executable], "scripts/train.py", "--lr", "1", "fail")
     said = json.loads(done.stdout)
     assert said == {
         "argv": [str(tmp_path / "scripts" / "train.py"), "--lr", "1", "fail"],
@@ -92,7 +93,7 @@ def test_a_module_is_main(tmp_path):
         "import sys; from . import __name__ as package; from horovod.torch import size\n"
         "print(__name__, __spec__.name, package, sys.argv[1:], size.__module__)\n"
     )
-    done = run_in(tmp_path, "-m", "tool", "a", "-m")
+    done = run_in(tmp_path, forked.python(), "-m", "tool", "a", "-m")
     assert (
         done.stdout == "__main__ tool.__main__ tool ['a', '-m'] lightning_ring.horovod.context\n"
     ), done.stderr

@@ -27,7 +27,7 @@ SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
 pytestmark = pytest.mark.ranks
 # the others are about what launcher and rank see of each other
-FORKED = ("raise", "raise-all-caught", "caught-exit")
+FORKED = ("raise", "raise-all-caught", "caught-exit", "kill", "exit-3", "wait")
 AT_ONCE = 60.0  # seconds, within which a job ends whose ranks would wait for 600
 
 
@@ -166,7 +166,7 @@ def test_ranks_that_do_not_stop_are_ended_after_the_grace(tmp_path):
     def act(process, pids):
         process.terminate()
 
-    _, code, output = ended("plain", "sleep", tmp_path, act, RING_STOP_GRACE="1")
+    _, code, output = ended("plain", "wait", tmp_path, act, RING_STOP_GRACE="1")
     assert code == 143, output
 
 
@@ -177,5 +177,5 @@ def test_a_second_ctrl_c_ends_the_grace(tmp_path):
         assert any("asking the ranks to stop" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
 
-    _, code, output = ended("plain", "sleep", tmp_path, act, RING_STOP_GRACE="100")
+    _, code, output = ended("plain", "wait", tmp_path, act, RING_STOP_GRACE="100")
     assert code == 130, output

@@ -2,11 +2,11 @@
 
 import contextlib
 import subprocess
-import sys
 import time
 
 import pytest
 
+from tests import forked
 from tests.hosts import INTERFACE
 from tests.processes import ROOT, started, wait_for
 
@@ -37,7 +37,7 @@ def start_ranks(cleanup, hosts, address, actions, folder):
     for rank, (host, action) in enumerate(zip(hosts.names, actions, strict=True)):
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         place |= {"MASTER_ADDR": address, "MASTER_PORT": "29400"}
-        command = hosts.on(host, sys.executable, SCRIPT, action, str(folder))
+        command = hosts.on(host, *forked.python(), SCRIPT, action, str(folder))
         found.append(cleanup.enter_context(started(command, **place)))
     return found
 
@@ -49,7 +49,7 @@ def test_both_sides_end_when_the_link_is_cut(hosts, tmp_path):
     with contextlib.ExitStack() as cleanup:
         address = hosts.address(hosts.names[0])
         ranks = start_ranks(cleanup, hosts, address, ("wait", "sleep"), tmp_path)
-        command = hosts.mpirun(4, sys.executable, "-c", NESTED, str(tmp_path))
+        command = hosts.mpirun(4, *forked.python(), "-c", NESTED, str(tmp_path))
         nested = cleanup.enter_context(started(command, OMPI_MCA_mpi_yield_when_idle="1"))
         wait_for(lambda: len([*tmp_path.glob("pid.*"), *tmp_path.glob("nested.*")]) == 6, 90)
         time.sleep(1)

@@ -37,30 +37,6 @@ def test_other_systems_are_refused(monkeypatch):
         ElasticJob(["true"], ElasticLimits(2)).run()
 
 
-STARTS_ITSELF = """
-from lightning_ring.job.launchers import started_by_steward
-from lightning_ring.launch.script import JobFinished, elastic_script_job
-from lightning_ring.launch.elastic import ElasticLimits, RespawnLimits
-if not started_by_steward(os.environ):
-    with elastic_script_job(ElasticLimits(2, min_ranks=1, respawn=RespawnLimits())) as job:
-        raise JobFinished(job.run())
-"""
-
-
-@pytest.mark.ranks
-def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path):
-    """The script starts itself as ranks; one of them is killed and replaced."""
-    script = counting(
-        tmp_path, f"{STARTS_ITSELF}if number == '1': when_counting({KILL})\ncount()", 200
-    )
-    done = run([sys.executable, script])
-    assert done.returncode == 0, done.stdout
-    names = r"process 0 \(pid \d+\), process 1 \(pid \d+\)\n"
-    assert re.search(f"generation 0: 2 ranks, after 0 steps: {names}", done.stdout)
-    assert "2 ranks, 1 of them new" in done.stdout
-    assert len(json.loads((tmp_path / "2.json").read_text())) == 200
-
-
 @pytest.mark.ranks
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_killed_process_is_seen_to_be_dead_before_its_memory_is_free():

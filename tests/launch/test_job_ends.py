@@ -9,7 +9,7 @@ import pytest
 
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.processes import is_dead
-from tests.launch.counting import JOB, KILL, RANK, counting, start
+from tests.launch.counting import KILL, counting, start
 from tests.processes import AGENT, RINGRUN, START_ELASTIC, run, started, wait_for
 
 pytestmark = pytest.mark.ranks
@@ -135,16 +135,6 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path):
     assert all(is_dead(int(path.read_text())) for path in tmp_path.glob("pid.*"))
 
 
-def test_no_steward_no_job(tmp_path):
-    command = [*JOB, "ElasticLimits(2)", sys.executable, RANK, str(tmp_path), "100000", "0.01"]
-    with started(command) as job:
-        wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 2)
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        assert len(children) == 3  # one of them guards the others
-        job.kill()
-        wait_for(lambda: all(is_dead(int(child)) for child in children))
-
-
 STARTS_A_CHILD = """
 child = subprocess.Popen(['sleep', '300'])
 open(f'{folder}/pids.{number}', 'w').write(f'{child.pid} {os.getpid()}')
@@ -153,15 +143,17 @@ count()
 
 
 def test_the_end_of_ringrun_ends_all_with_one_line(tmp_path):
-    """Of ranks in wrappers, and of what ranks have started."""
+    """Of ranks in wrappers, of what ranks have started, and of the process that guards them."""
     script = counting(tmp_path, STARTS_A_CHILD)
     shell = f"{sys.executable} {script}; exit $?"
     command = [*RINGRUN, "-n", "2", "--min-ranks", "1", "bash", "-c", shell]
     with started(command, tmp_path / "output") as job:
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 2)
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+        files = [children, *tmp_path.glob("pids.*")]
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
         job.kill()
-    pids = [int(pid) for file in tmp_path.glob("pids.*") for pid in file.read_text().split()]
-    assert len(pids) == 4
+    assert len(pids) == 3 + 4
     wait_for(lambda: all(is_dead(pid) for pid in pids))
     time.sleep(2.5)  # a rank that lived on would say a line of its own by then
     lines = [line for line in (tmp_path / "output").read_text().splitlines() if "gone" in line]

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.processes import is_dead
+from tests import forked
 from tests.launch.counting import JOB, RANK, counting
 from tests.processes import (
     AGENT,
@@ -38,13 +39,13 @@ def job(hosts, folder, script, *options):
     """Two ranks on each of ``hosts``; ringrun is on the first host."""
     where = ",".join(f"{name}:2" for name in hosts.names)
     ringrun = [*RINGRUN, "-H", where, "--min-ranks", "2", *options]
-    command = hosts.on(hosts.names[0], *ringrun, sys.executable, *script)
+    command = hosts.on(hosts.names[0], *ringrun, *script)
     return started(command, folder / "output", RING_SSH=str(hosts.ssh))
 
 
 def count(folder, steps):
     """Counts ``steps`` steps of 20 ms."""
-    return [RANK, str(folder), str(steps), "0.02"]
+    return [sys.executable, RANK, str(folder), str(steps), "0.02"]
 
 
 def said(folder):
@@ -83,7 +84,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(host
 @pytest.mark.netns
 def test_collectives_across_hosts_go_on_when_a_rank_dies(hosts, tmp_path):
     """Nested in each host and across, then flat over the three that are left."""
-    script = [SUMMING, str(tmp_path), "auto", "20", "3:5:2"]
+    script = [*forked.python(), SUMMING, str(tmp_path), "auto", "20", "3:5:2"]
     with job(hosts, tmp_path, script) as process:
         assert process.wait(timeout=240) == 0, said(tmp_path)
     results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
@@ -97,7 +98,7 @@ def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path):
     ssh = executable(
         tmp_path / "ssh", "echo 'ssh: connect to host elsewhere: refused' >&2; exit 255"
     )
-    command = [*RINGRUN, "-H", "localhost:1,elsewhere:1", "--min-ranks", "1", sys.executable]
+    command = [*RINGRUN, "-H", "localhost:1,elsewhere:1", "--min-ranks", "1"]
     done = run([*command, *count(tmp_path, 50)], RING_SSH=ssh)
     assert done.returncode == 255, done.stdout
     assert "host elsewhere is lost with 1 rank: `" in done.stdout
@@ -135,7 +136,7 @@ def discovered(folder, ssh, steps, *options):
     """A rank here, and others on the hosts that are written to ``folder``/listed later."""
     (folder / "listed").write_text("localhost:1\n")
     ringrun = [*RINGRUN, "-np", "1", "--host-discovery-script", f"cat {folder / 'listed'}"]
-    command = [*ringrun, *options, sys.executable, *count(folder, steps)]
+    command = [*ringrun, *options, *count(folder, steps)]
     return started(command, folder / "output", RING_SSH=executable(folder / "ssh", ssh))
 
 

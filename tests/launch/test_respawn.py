@@ -49,17 +49,6 @@ def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path):
     assert len(json.loads((tmp_path / "0.json").read_text())) == 60
 
 
-@pytest.mark.ranks
-def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path):
-    fails = "if int(number) > 1: raise RuntimeError('no GPU here')"
-    dies = f"if number == '1': when_counting({KILL})\ncount()"
-    script = counting(tmp_path, f"{fails}\n{dies}\n", steps=120)
-    done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", script)
-    assert done.returncode == 0, done.stdout
-    assert "process 3 (pid" in done.stdout
-    assert "ended with exit code 1" in done.stdout.strip().splitlines()[-1], done.stdout
-
-
 FAILS_LATE = """
 if number == '2':
     while not os.path.exists(f'{folder}/0.json'):

@@ -23,6 +23,8 @@ def test_a_second_fit_of_a_script_goes_on_with_the_same_ranks(tmp_path):
     """And a death in it is counted."""
     code, output = job(tmp_path, "2", "1:5:9:step:1")
     assert code == 0, output
+    names = r"process 0 \(pid \d+\), process 1 \(pid \d+\), process 2 \(pid \d+\)\n"
+    assert re.search(f"generation 0: 3 ranks, after 0 steps: {names}", output)
     assert output.count("fit 0: 3 ranks, 8 steps, 0 deaths") == 3
     assert output.count("fit 1: 2 ranks, ") == 2
     assert output.count(" steps, 1 deaths") == 2
@@ -96,10 +98,3 @@ def test_too_few_ranks_that_have_lost_a_shard_save_no_checkpoint(tmp_path):
     assert "process 0 ends: The job ends: it has 1 rank left" in output
     assert "saved a checkpoint" not in output
     assert not list(tmp_path.glob("*.ckpt*"))
-
-
-def test_a_rank_that_is_asked_to_stop_stops_all_of_them(tmp_path):
-    code, output = job(tmp_path, "1", "1:3:15")
-    assert code == 143
-    assert "asked to stop" in output
-    assert "fit 0" not in output

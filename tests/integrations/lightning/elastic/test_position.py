@@ -44,14 +44,7 @@ WRAPPED = DistributedSamplerWrapper(RandomSampler(DATA), **CUT)
         ),
         ([DataLoader(DATA, batch_size=None)], "This one has batch_size=None."),
         # as Lightning puts the user's sampler into one of its own
-        (
-            [
-                DataLoader(
-                    DATA, BATCH, sampler=DistributedSamplerWrapper(RandomSampler(DATA), **CUT)
-                )
-            ],
-            "This one has sampler=RandomSampler(...).",
-        ),
+        ([DataLoader(DATA, BATCH, sampler=WRAPPED)], "This one has sampler=RandomSampler(...)."),
         (
             [DataLoader(DATA, BATCH, sampler=DistributedSampler(DATA, **CUT))],
             "This one has sampler=DistributedSampler(...).",

@@ -27,7 +27,6 @@ from lightning_ring.integrations.lightning.elastic.checkpoints import (
 from lightning_ring.integrations.lightning.elastic.loops import _validate
 from lightning_ring.integrations.lightning.elastic.undo import (
     remember_callbacks,
-    remember_exchanged_weights,
     remember_metrics,
 )
 from lightning_ring.integrations.lightning.elastic.watchers import (
@@ -157,23 +156,3 @@ def test_a_validation_that_runs_again_begins_with_the_decision_of_the_first():
     fit = SimpleNamespace(calls=HostCalls(lambda error: None), recovery=SimpleNamespace(view=None))
     _validate(strategy, fit, validate)
     assert seen == [False] * 3
-
-
-class Exchanging(Callback):
-    def on_validation_start(self, trainer, module):
-        raise AssertionError("no validation starts")
-
-
-def test_weights_are_copied_only_where_a_hook_may_exchange_them():
-    module = pl.LightningModule()
-    module.net = nn.Linear(1, 1)
-    for callbacks, restores in (
-        ([ModelCheckpoint(), TQDMProgressBar()], False),
-        ([Exchanging()], True),
-    ):
-        restore = remember_exchanged_weights(SimpleNamespace(callbacks=callbacks), module)
-        with torch.no_grad():
-            module.net.weight.add_(1)
-        changed = module.net.weight.item()
-        restore()
-        assert (module.net.weight.item() == changed) is not restores
