@@ -115,10 +115,8 @@ def test_what_is_no_image_raises(data):
 
 
 def test_every_damage_is_a_value_error():
-    png, bmp = (
-        bytearray(encoded(Image.new("RGB", (40, 30)), "PNG")),
-        bytearray(encoded(Image.new("RGB", (40, 30)), "BMP")),
-    )
+    image = Image.new("RGB", (40, 30))
+    png, bmp = (bytearray(encoded(image, kind)) for kind in ("PNG", "BMP"))
     at = png.index(b"IDAT")
     # so that the next chunk has no name; Pillow: SyntaxError
     png[at - 4 : at] = (2).to_bytes(4, "big")
