@@ -1,12 +1,27 @@
-"""The memory that a step takes, and LAMB's move by torch's fused kernel."""
+"""Runners side by side: torch's fused kernels, and the memory that a step takes."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_ring.optim import LAMB
-from tests.optim.ways import every_optimizer, relative_difference
+from lightning_ring.optim import LAMB, LARS
+from tests.optim.ways import (
+    assert_near,
+    every_optimizer,
+    random_params,
+    relative_difference,
+    take_steps,
+)
+
+
+def test_lars_without_momentum():
+    """torch's fused SGD takes no momentum buffer then, which LARS keeps in its state."""
+    shapes = [(70_000,), (5, 3)]
+    params, others = (random_params(dtype=torch.float32, shapes=shapes) for _ in range(2))
+    take_steps(LARS(params, lr=0.1, momentum=0.0), params, 0, 2)
+    take_steps(LARS(others, lr=0.1, momentum=0.0, foreach=False), others, 0, 2)
+    assert_near(params, others, 1e-6)
 
 
 def peak_bytes(profile):
