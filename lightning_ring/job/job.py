@@ -199,7 +199,7 @@ def adopt(job: Job) -> None:
 
 
 def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
-    """The current job, ready for another fit, if its ranks are those of ``info``; else a new one."""
+    """The current job, ready for another fit, if it has the ranks of ``info``; else a new one."""
     job = current_job()
     if job is not None and (job.info.rank, job.info.world_size) == (info.rank, info.world_size):
         job.start_fit()

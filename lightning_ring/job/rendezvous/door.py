@@ -66,7 +66,6 @@ class Server(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Visitor:
-
     connection: MessageConnection
     nonce: str
     until: float
