@@ -130,7 +130,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def check_gpu_assignment(members: Sequence[JobMember], nccl: tuple[int, ...]) -> None:
-    """Refuse two ranks on one GPU or partition (MIG), unless the user and NCCL's version allow it."""
+    """Refuse two ranks on one GPU or partition (MIG), unless the user and NCCL allow it."""
     able = nccl >= SHARING_VERSION
     if able and shares_gpus():
         return

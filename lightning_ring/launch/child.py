@@ -93,7 +93,7 @@ class Child:
         return failure_of(self.program)
 
     def idle(self, now: float) -> float:
-        """Seconds in which the program used no processor time, as exact as the calls are frequent."""
+        """Seconds without processor time of the program, as exact as the calls are frequent."""
         used = processor_seconds(self.program)
         if used != self._used[0]:
             self._used = (used, now)

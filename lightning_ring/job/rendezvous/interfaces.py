@@ -61,7 +61,7 @@ def prefer_interface(address: str) -> None:
 
 
 def offer_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME, which new process groups over Gloo read, until `withdraw_interface`."""
+    """Set GLOO_SOCKET_IFNAME, which new groups over Gloo read, until `withdraw_interface`."""
     if _Preferred.name and GLOO_VARIABLE not in os.environ:
         os.environ[GLOO_VARIABLE] = _Preferred.name
         _Preferred.offered = True

@@ -88,7 +88,7 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
 
 
 def _known_address(info: RankInfo) -> tuple[str, int, str]:
-    """Address and port that every rank knows beforehand, and a name that tells the job from others."""
+    """Address and port that every rank knows beforehand, and the name of the job."""
     if info.source == "ringrun":
         address, _, number = _variable("RING_STORE").rpartition(":")
         return address, int(number), info.source

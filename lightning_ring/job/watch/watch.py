@@ -87,7 +87,7 @@ class JobWatch:
         return min(current, key=lambda event: (event.echo, event.time), default=None)
 
     def report(self, exception: BaseException) -> None:
-        """Tell all ranks that this one raised ``exception``; the watch then does not end this rank."""
+        """Tell all ranks that this one raised ``exception``; the watch then does not end it."""
         if not self._reported:
             self._reported = True
             text = f"{type(exception).__name__}: {str(exception).strip()}"[:2000]
@@ -155,7 +155,7 @@ class JobWatch:
         self.close()
 
     def leave_early(self) -> None:
-        """Say goodbye before the end of the script. Rank 0 waits up to `CLOSE_SECONDS` for others."""
+        """Say goodbye before the script ends. Rank 0 waits up to `CLOSE_SECONDS` for others."""
         self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
             self._wait_for(lambda: self._all_left, CLOSE_SECONDS)
