@@ -115,28 +115,6 @@ def test_a_closure_an_unused_and_a_frozen_parameter():
         assert torch.equal(found[:2], torch.ones(2))  # the extra one comes first
 
 
-def test_ranks_with_different_numbers_of_steps_end_with_the_same_weights():
-    """Each has its epochs, after which all show the servers' weights; one rank has no batch in
-    the second.
-    """
-
-    def rank(comm):
-        algorithm, shown = ParameterServer(mode="async"), []
-        net, steps = begin(algorithm, comm)
-        for batches in ((3, 9, 5), (4, 0, 2)):
-            for _ in range(batches[comm.rank]):
-                one_step(net, steps, algorithm, comm.rank)
-            algorithm.show_averages()
-            shown.append(vector(net))
-        algorithm.detach()
-        return shown
-
-    found = run_ranks(3, rank)
-    for shown in zip(*found, strict=True):
-        assert all(torch.equal(each, shown[0]) for each in shown)
-    assert not torch.equal(found[0][0], found[0][1])
-
-
 def test_a_rank_without_a_batch_is_an_error_in_bulk_mode():
     def rank(comm):
         algorithm = ParameterServer()

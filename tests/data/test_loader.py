@@ -100,15 +100,6 @@ def test_buffers_are_filled_anew_when_nobody_holds_them(folder, transform):
         assert np.array_equal(array, images.permute(0, 2, 3, 1).view(torch.uint8).numpy())
 
 
-def test_ranks_share_each_step(folder):
-    whole = batches(make(folder, batch_size=6))
-    shares = [batches(make(folder, rank, 3, batch_size=2)) for rank in range(3)]
-    for step, expected in enumerate(whole[:-1]):
-        for place in range(6):
-            for part, wanted in zip(shares[place % 3][step], expected, strict=True):
-                assert torch.equal(part[place // 3], wanted[place])  # the same crop, too
-
-
 def test_it_resumes_at_the_next_sample_on_another_number_of_ranks(folder):
     whole = torch.cat([batch[0] for batch in batches(make(folder))])
     loader = make(folder, 1, 3, batch_size=2, num_threads=2, prefetch=3)

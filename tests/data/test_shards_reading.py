@@ -31,10 +31,6 @@ def packed(tmp_path_factory):
     return root / "dst"
 
 
-def sample_of(dataset, i):
-    return dataset.read(i), int(dataset.labels[i])
-
-
 def test_webdataset_reads_the_same(packed):
     dataset = ShardDataset(packed, decode=False)
     urls = sorted(str(path) for path in packed.glob("*.tar"))
@@ -93,7 +89,7 @@ def test_transform_gets_the_tensor_or_the_bytes(packed):
 def test_a_loader_with_forked_workers_gives_every_image_once(packed):
     dataset = ShardDataset(packed, decode=False)
     dataset.read(0)  # so that forked workers inherit an open file
-    expected = [sample_of(dataset, i) for i in range(len(dataset))]
+    expected = [dataset[i] for i in range(len(dataset))]
     for workers, context in ((0, None), (2, "fork")):
         loader = DataLoader(
             dataset,

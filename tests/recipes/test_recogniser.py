@@ -6,7 +6,6 @@ import pytest
 import torch
 from pytorch_metric_learning.losses import ArcFaceLoss, SupConLoss
 
-from recipes.models import SmallResNet
 from recipes.recogniser import Recogniser
 from recipes.recognition.losses import MetricLoss
 from tests.battery import check_names
@@ -37,10 +36,3 @@ def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch():
     loss = MetricLoss(SupConLoss(), memory=4, embedding_size=8)
     with refused("a memory of 4 images cannot hold the batch of 6"):
         loss(torch.randn(6, 8), torch.arange(6))
-
-
-def test_embeddings_have_unit_length_at_any_size():
-    model = Recogniser(SmallResNet(3, 16, [4, 8]), 16, 5, partial(torch.optim.SGD, lr=1))
-    for size in (32, 48):
-        embeddings = model(torch.randn(3, 3, size, size))
-        torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(3))

@@ -2,11 +2,11 @@
 training takes.
 """
 
-import itertools
-
 import pytest
+import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import UnevenBatchesError
@@ -15,12 +15,12 @@ from tests.checks.models import (
     SIZE,
     Classifier,
     assert_all_ranks_equal,
-    data,
     fit,
     loader,
     parameters,
 )
 from tests.checks.strategy.references import assert_like_ddp, both
+from tests.checks.strategy.uneven import Stream
 from tests.refusals import refused
 
 LAST = RANK == SIZE - 1
@@ -30,21 +30,12 @@ class _Several(Classifier):
     """Takes batches of any nesting; `None` where a loader has ended."""
 
     def training_step(self, batch, batch_idx):
-        return sum(self.loss(part) for part in _leaves(batch))
+        parts = tree_leaves(batch, is_leaf=_is_batch)
+        return sum(self.loss(part) for part in parts if part is not None)
 
 
-def _leaves(batch):
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list) and len(batch) == 3 and hasattr(batch[2], "tolist"):
-        yield batch
-    elif batch is not None:
-        yield from itertools.chain.from_iterable(_leaves(part) for part in batch)
-
-
-class _Stream(IterableDataset):
-    def __iter__(self):
-        return iter(data())
+def _is_batch(part):
+    return isinstance(part, list) and torch.is_tensor(part[-1])
 
 
 def _ours(loaders, **kwargs):
@@ -82,7 +73,7 @@ def check_uneven_combined_loaders_are_an_error_before_the_first_step():
 
 
 def check_combined_streams_are_refused():
-    stream = DataLoader(_Stream(), batch_size=4)
+    stream = DataLoader(Stream(24), batch_size=4)
     for loaders in (CombinedLoader([stream, loader(24)], "min_size"), [loader(24), stream]):
         with refused("2 training loaders, of which one"):
             _ours(loaders)

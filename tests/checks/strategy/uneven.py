@@ -42,7 +42,7 @@ def check_uneven_batches_are_an_error_on_every_rank():
     fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED, limit_train_batches=3)
 
 
-class _Stream(IterableDataset):
+class Stream(IterableDataset):
     """Of as many rows as `_uneven_loader` has, or of ``num`` on all ranks."""
 
     def __init__(self, num=0):
@@ -52,7 +52,7 @@ class _Stream(IterableDataset):
         return iter(self.rows)
 
 
-class _Promising(_Stream):
+class _Promising(Stream):
     """It ends before its length."""
 
     def __len__(self):
@@ -61,7 +61,7 @@ class _Promising(_Stream):
 
 @by_world_size
 def check_uneven_streams_are_an_error_at_the_step():
-    for stream in (_Stream(), _Promising()):
+    for stream in (Stream(), _Promising()):
         with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
             fit("ring", Classifier(), DataLoader(stream, batch_size=4))
 
@@ -70,7 +70,7 @@ def check_uneven_streams_are_an_error_at_the_step():
 def check_join_goes_on_with_the_ranks_that_have_data():
     for train in (
         _uneven_loader(),
-        DataLoader(_Stream(), batch_size=4),
+        DataLoader(Stream(), batch_size=4),
     ):
         L.seed_everything(3, verbose=False)
         module = Classifier().double()
@@ -149,7 +149,7 @@ def check_a_stream_behind_an_iterator():
             return self.loss(batch)
 
     module = Fetching()
-    run = fit("ring", module, DataLoader(_Stream(24), batch_size=4))
+    run = fit("ring", module, DataLoader(Stream(24), batch_size=4))
     assert run.current_epoch == 2
     assert_all_ranks_equal(parameters(module))
     assert not run.strategy._job.watch._reported, "the end of the data was reported as a failure"

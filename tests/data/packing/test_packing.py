@@ -11,7 +11,7 @@ from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.shards import read_manifest
 from lightning_ring.errors import ConfigurationError
-from tests.data.packing.packed import contents, pack
+from tests.data.packing.packed import pack
 from tests.data.photos import encode, photo
 
 
@@ -61,12 +61,6 @@ def test_an_image_larger_than_a_shard_has_one_of_its_own(source, tmp_path):
     pack(source, tmp_path / "dst", PackSettings(size=40, shard_mb=1e-4))
     assert {shard.samples for shard in read_manifest(tmp_path / "dst").shards} == {1}
     assert len(ShardDataset(tmp_path / "dst")) == 38
-
-
-@pytest.mark.parametrize("workers", [1, 7])
-def test_the_number_of_workers_changes_no_byte(source, packed, tmp_path, workers):
-    pack(source, tmp_path / "dst", workers=workers)
-    assert contents(tmp_path / "dst") == contents(packed)
 
 
 @pytest.mark.parametrize(
