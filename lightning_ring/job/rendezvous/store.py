@@ -103,7 +103,7 @@ def _known_address(info: RankInfo) -> tuple[str, int, str]:
         port = 15000 + (job * 31 + step) % 16000
         port = int(_variable("MASTER_PORT")) if "MASTER_PORT" in os.environ else port
         return os.environ.get("MASTER_ADDR", host), port, f"{job}.{step}"
-    # MASTER_ADDR may be of another job.
+    # Spawned ranks are on this host; MASTER_ADDR may be of another job.
     address = LOOPBACK if info.source == "spawn" else _variable("MASTER_ADDR")
     job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", ""
