@@ -61,13 +61,18 @@ def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(job, t
     wait_for(lambda: run(["pgrep", "-f", str(tmp_path)]).stdout == "")  # job a has ended
 
 
+def said_by(*words):
+    """What ``python -m WORDS`` prints."""
+    result = run([*forked.python(), "-m", *words], timeout=280, **forked.every())
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
 @pytest.mark.ranks
 def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path):
     contenders = ("ddp", "ring:bucket_cap_mb=4", "ring_sharded")
     words = ["one_node", "--model", "tiny", "--steps", "2", "--rounds", "2", "--contenders"]
-    command = [*forked.python(), "-m", "benchmarks.step", *words, *contenders]
-    result = run([*command, "--json", str(tmp_path / "out")], **forked.every())
-    assert result.returncode == 0, result.stdout
+    said = said_by("benchmarks.step", *words, *contenders, "--json", str(tmp_path / "out"))
     found = json.loads((tmp_path / "out").read_text())
     seconds, facts = found["seconds"], found["facts"]
     assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(contenders, 4)
@@ -77,7 +82,7 @@ def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path):
         assert {fact["strategy"] for fact in facts[name]} == {strategy}
         state = [fact["state_bytes"] for fact in facts[name]]
         assert sum(state) == whole if name == "ring_sharded" else state == [whole, whole]
-    assert "of the time of ddp" in result.stdout
+    assert "of the time of ddp" in said
 
 
 def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted():
@@ -97,13 +102,8 @@ def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted():
 @pytest.mark.ranks
 def test_a_rank_is_killed_and_the_next_step_is_timed():
     words = ["--contenders", "ring_elastic:gloo", "--ranks", "2", "--mib", "4", "--jobs", "1"]
-    command = [*forked.python(), "-m", "benchmarks.elastic.outlive", *words]
-    result = run(command, **forked.every())
-    assert result.returncode == 0, result.stdout
-    assert re.search(
-        r"\| ring_elastic:gloo \| \d+ ms \| (\d\.\d\d s \(largest \d\.\d\d\) \| ){2}0 \|",
-        result.stdout,
-    )
+    row = r"\| ring_elastic:gloo \| \d+ ms \| (\d\.\d\d s \(largest \d\.\d\d\) \| ){2}0 \|"
+    assert re.search(row, said_by("benchmarks.elastic.outlive", *words))
 
 
 @pytest.mark.ranks
@@ -118,9 +118,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line():
 def test_the_gpu_benchmark_walks_its_way_on_the_cpu(tmp_path):
     pytest.importorskip("timm")
     words = ["--device", "cpu", "--tiny", "--stages", "ceilings", "steps", "bandwidth"]
-    command = [*forked.python(), "-m", "benchmarks.gpu", *words, "--out", str(tmp_path)]
-    result = run(command, timeout=280, **forked.every())
-    assert result.returncode == 0, result.stdout
+    said_by("benchmarks.gpu", *words, "--out", str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     ended = {row["stage"]: row["exit"] for row in rows if "exit" in row}
     assert ended == dict.fromkeys(("ceilings", "steps", "bandwidth"), 0)

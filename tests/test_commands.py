@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ring.cli import main, ringrun
+from lightning_ring.cli import ringrun
 from tests import forked
 from tests.follow_docs import commands, pages
 from tests.processes import ROOT, run
@@ -54,7 +54,7 @@ def start(command):
     """Run ``command`` in this process."""
     program, *words = shlex.split(command.removeprefix("sudo "))
     if program == "lightning-ring":
-        importlib.import_module(main.COMMANDS[words[0]][0]).main(words[1:])
+        importlib.import_module(f"lightning_ring.cli.{words[0]}").main(words[1:])
     elif program == "ringrun":
         ringrun.main(words)
     elif words[0] == "-m":

@@ -25,7 +25,7 @@ ROOMS = dict(
     )
 )
 """Public modules, and the links to their reference pages."""
-MAX_WHEEL_BYTES = 730_000
+MAX_WHEEL_BYTES = 700_000
 NOT_SHIPPED = shutil.ignore_patterns(
     ".*", "__pycache__", "*.egg-info", "build", "dist", "logs", "outputs", "site"
 )

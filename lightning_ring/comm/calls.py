@@ -1,8 +1,4 @@
-"""Checks of calls of collectives: the arguments on each rank, and that all ranks make the same
-call.
-
-A difference between ranks is then an error, and not a hang.
-"""
+"""Checks of collective calls: a difference between ranks is an error, and not a hang."""
 
 from __future__ import annotations
 
@@ -23,9 +19,7 @@ _DTYPES = sorted(
 
 
 def describe(kind: str, *details: object, name: str = "") -> str:
-    """``all_reduce "bucket 3" (sum, float32, 1024 elements)``: the same text on all ranks if
-    they agree.
-    """
+    """``all_reduce "bucket 3" (sum, float32, 1024 elements)``."""
     shown = ", ".join(str(detail).removeprefix("torch.") for detail in details)
     return kind + (f' "{name}"' if name else "") + (f" ({shown})" if shown else "")
 
@@ -36,9 +30,7 @@ def of_tensor(kind: str, tensor: Tensor, name: str, *details: object) -> str:
 
 
 def header(description: str) -> Tensor:
-    """``description`` as `HEADER_BYTES` of uint8: a digest of all of it, then as much of it as
-    fits, for the error.
-    """
+    """``description`` as `HEADER_BYTES` of uint8: a digest, then as much text as fits."""
     text = description.encode()
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
     return torch.frombuffer(
@@ -69,9 +61,7 @@ def disagreement(call: int, texts: Sequence[str]) -> CollectiveError:
 
 
 def by_rank(texts: Sequence[str], shown: int = 4) -> str:
-    """``ranks 0, 2: a; rank 1: b``: the first ``shown`` different texts, each with the ranks
-    that have it.
-    """
+    """``ranks 0, 2: a; rank 1: b``: the first ``shown`` different texts."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
@@ -97,9 +87,7 @@ def check_all_to_all(
 
 
 def sizes_and_dtypes(tensors: Sequence[Tensor]) -> Tensor:
-    """Of each tensor its bytes and its dtype, as one number; 0 for an empty one, whatever its
-    dtype.
-    """
+    """Each tensor's bytes and dtype as one number; 0 for an empty one."""
     return torch.tensor(
         [
             tensor.nbytes << 8 | _DTYPES.index(tensor.dtype) if tensor.numel() else 0
@@ -109,10 +97,10 @@ def sizes_and_dtypes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def check_sizes(sizes: Tensor, what: str) -> int:
-    """``sizes``: one row per rank, `sizes_and_dtypes` of its inputs, then of its outputs. Returns
-    the most bytes.
+    """Raise `CollectiveError`, the same on every rank, if sent and expected sizes differ.
 
-    Raises `CollectiveError`, the same on every rank, if they differ.
+    ``sizes``: one row per rank, `sizes_and_dtypes` of its inputs, then of its outputs. Returns the
+    most bytes.
     """
     world_size = sizes.shape[0]
     sent, expected = sizes[:, :world_size], sizes[:, world_size:].t()
@@ -141,7 +129,7 @@ def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
         raise ConfigurationError(
             f"{method} works in place and needs a contiguous tensor; this one is a strided view."
         )
-    if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers than it shows
+    if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers
         raise ConfigurationError(
             f"{method} works in place, and this tensor is a conjugate or negative view of another "
             "one. Give it tensor.resolve_conj().resolve_neg()."

@@ -1,15 +1,11 @@
 """An engine for collectives that are steps: run in the order of the calls by the first thread that
 waits for them.
 
-That thread is the caller, or one behind it. A short collective then costs no change of threads, and
-one that nobody waits for goes on during the computation.
+That thread is the caller, or one in the background. A short collective then costs no change of
+threads, and one that nobody waits for goes on during the computation.
 
 `CollectiveThread` is the other engine: it runs whole functions, since the waits of MPI, Gloo and
-torch are calls that a queue cannot leave and take up again. Over shared memory it would be slower.
-Measured: all-reduces of 4 KiB between two ranks, the same steps run by the queue or by a
-`CollectiveThread` that polls between them, on two cores that other programs used too; the fastest
-tenth of 2,000 took at most 27 to 29 µs by the queue (four runs), 52 to 150 µs by the thread (four
-runs).
+torch are calls that a queue cannot leave and resume. Over shared memory it would be slower.
 """
 
 from __future__ import annotations
@@ -39,15 +35,14 @@ from lightning_ring.comm.waiting import (
 from lightning_ring.errors import CollectiveError, RingError
 
 _NOTHING = nullcontext()
-WAKE_SECONDS = 1e-3  # whoever waits at once has begun by then, and the thread leaves it alone
+WAKE_SECONDS = 1e-3  # a caller that waits at once has begun by then
 EXIT_SECONDS = 1.0
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs
-# Two ranks may find themselves on one core for a while: there the one that spins keeps the other
-# from answering.
+# Two ranks may share a core for a while: the one that spins keeps the other from answering.
 SPIN_SECONDS = 10e-6
 YIELD_SECONDS = 100e-6  # until then a waiting thread only lets others run
-# A sleep lasts 60 µs at least. Two ranks that slept in turn, each for the other, would go on doing
-# so: a caller, who has nothing else to do, yields for longer than that before it sleeps.
+# A sleep lasts 60 µs at least, and two ranks could sleep in turn, each for the other. A caller,
+# which has nothing else to do, therefore yields for longer first.
 CALLER_YIELD_SECONDS = 2e-3
 
 # a sleep of 0 may set a timer
@@ -66,7 +61,7 @@ class QueuedWork:
     steps: Steps | None
     awaits: int = 0
     submitted: float = field(default_factory=time.monotonic)
-    # a mode of the caller's thread, not of the one behind it
+    # A mode of the caller's thread.
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     started: float = 0.0
     num_warnings: int = 0
@@ -85,13 +80,12 @@ class QueuedWork:
 
 
 class CollectiveQueue:
-    """First in, first out; after the first error every work, under way or to come, ends with that
-    error.
+    """First in, first out; the first error ends every work, under way or to come.
 
     ``reached(number)`` tells whether a collective that yielded ``number`` may go on, and
-    ``missing(number)`` for which ranks it waits. The lock is held by whoever moves the first work
-    on. One who waits spins for ``spin_seconds``. With ``spare_cores`` the rank that calls last
-    leaves the work to the thread as the others do, and goes on computing.
+    ``missing(number)`` for which ranks it waits. Whoever moves the first work holds the lock. A
+    caller that waits spins for ``spin_seconds``. With ``spare_cores`` the rank that calls last
+    leaves the work to the thread, and goes on computing.
     """
 
     def __init__(
@@ -129,7 +123,7 @@ class CollectiveQueue:
         return work.description, work.started or work.submitted
 
     def submit(self, description: str, steps: Steps, *, background: bool) -> QueuedWork:
-        """Queue ``steps`` and take those that need no waiting; a thread takes the rest if
+        """Queue ``steps``, and take those that need not wait; a thread takes the rest if
         ``background``.
         """
         if self.policy.error is not None:
@@ -171,7 +165,7 @@ class CollectiveQueue:
                 self._wake_thread()
 
     def poll(self, work: QueuedWork) -> bool:
-        """Go on where nothing has to be waited for; whether ``work`` is over."""
+        """Take the steps that need not wait; whether ``work`` is over."""
         if self._moving.acquire(False):
             try:
                 while not work.over and self._move(self._open[0]):
@@ -181,7 +175,6 @@ class CollectiveQueue:
         return work.over
 
     def close(self) -> None:
-        """Let what is queued finish or fail, then end the thread."""
         if self._closed:
             return
         self._closed = True
@@ -191,7 +184,7 @@ class CollectiveQueue:
                 self.finish(last)
             except RingError:
                 break  # whoever waits for the work is told
-        # a thread may still be inside a step: from here on nothing is written into others' memory
+        # From here on no thread writes into others' memory.
         if self._moving.acquire(timeout=STUCK_SECONDS):
             self._moving.release()
         if self._thread is not None:
@@ -205,7 +198,7 @@ class CollectiveQueue:
                 self._wait(head)
 
     def _move(self, work: QueuedWork) -> bool:
-        """Take one step of the first work, if it has not to wait; whether it was taken."""
+        """Take one step of the first work if it need not wait; whether it did."""
         if self.policy.error is not None:
             self._end_all(self.policy.error)
             return False
@@ -215,9 +208,8 @@ class CollectiveQueue:
         if not work.started:
             work.started = time.monotonic()
         try:
-            # no mode, and no transform of `torch.func`, of the code that happens to wait takes part
-            # in this
-            # clearing an empty one costs 2 us a step
+            # No mode or `torch.func` transform of the code that waits applies here. Clearing an
+            # empty stack costs 2 µs.
             transformed = peek_interpreter_stack() is not None
             with (
                 torch._C.DisableTorchFunction(),
@@ -243,9 +235,7 @@ class CollectiveQueue:
         return True
 
     def _wait(self, work: QueuedWork) -> None:
-        """Until the first work may go on: spin, then yield, then sleep a tenth of the time
-        waited, 1 ms at most.
-        """
+        """Until the first work may go on: spin, then yield, then sleep."""
         number, reached = work.awaits, self._reached
         began = time.perf_counter()
         next_check = CHECK_SECONDS
@@ -280,7 +270,7 @@ class CollectiveQueue:
         return True
 
     def _look(self) -> None:
-        """What a thread does every 20 ms while another one moves the queue for it."""
+        """Every 20 ms while another thread moves the queue."""
         self.policy.check_peers()
         work = self._open[0] if self._open else None
         waited = time.monotonic() - work.started if work is not None and work.started else 0.0
@@ -305,17 +295,16 @@ class CollectiveQueue:
     def _run(self) -> None:
         while True:
             self._alarm.wait()
-            self._alarm_set = False  # before it looks: what is queued from now on sets it again
+            self._alarm_set = False  # before it looks at the queue
             if self._closed:
                 return
             self._run_behind()
 
     def _run_behind(self) -> None:
-        """Run the queue while nobody waits for it; one who does runs it, and sets the alarm
-        afterwards.
+        """Run the queue while nobody waits for it.
 
-        The lock is not held during a sleep, so that whoever comes to wait goes on at once. There is
-        no spinning, which would keep the interpreter's lock from backward's hooks.
+        The lock is free during a sleep: a caller that waits goes on at once. Spinning would keep
+        the interpreter's lock from backward's hooks.
         """
         waiting_since = next_check = 0.0
         while self._open and not self._waiters:
@@ -323,7 +312,7 @@ class CollectiveQueue:
                 work = self._open[0] if self._open else None
                 if work is None:
                     return
-                # its caller may be about to wait for it
+                # Its caller may be about to wait.
                 if time.monotonic() - work.submitted < WAKE_SECONDS / 2:
                     self._wake_thread()
                     return
@@ -348,18 +337,17 @@ _queues: weakref.WeakSet[CollectiveQueue] = weakref.WeakSet()
 
 @atexit.register
 def _stop_threads() -> None:
-    """A thread that is inside torch when the interpreter ends would abort the process."""
+    # A thread inside torch when the interpreter ends would abort the process.
     for queue in list(_queues):
         queue._closed = True
         queue._moving.acquire(timeout=EXIT_SECONDS)  # and kept
 
 
 class Alarm:
-    """Wakes a thread some time after it was set, without touching the interpreter's lock before;
-    Linux's timerfd.
+    """Wakes a thread some time after it was set, by Linux's timerfd.
 
-    A thread woken at once would take that lock from the caller, who in most cases is about to do
-    the work itself.
+    A thread woken at once would take the interpreter's lock from the caller, which usually is about
+    to do the work itself.
     """
 
     def __init__(self, seconds: float) -> None:

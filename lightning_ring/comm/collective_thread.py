@@ -20,14 +20,12 @@ from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, nothing, tran
 from lightning_ring.errors import CollectiveError, RingError
 
 BROKEN_SECONDS = 0.5
-LATE_SECONDS = 0.1  # less, and ranks of unequal speed would find each other late in every step
+LATE_SECONDS = 0.1  # with less, a slightly slower rank would be late in every step
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs inside the transport
 
 
 class CollectiveThread:
-    """Runs jobs first in, first out; after the first error every job, under way or to come, ends
-    with that error.
-    """
+    """Runs jobs first in, first out; the first error ends every job, under way or to come."""
 
     def __init__(self, policy: WaitPolicy) -> None:
         self.policy = policy
@@ -56,7 +54,6 @@ class CollectiveThread:
         return None if work is None else (work.description, work.started)
 
     def submit(self, description: str, run: Callable[[], None]) -> ThreadWork:
-        """Queue ``run``; ``description`` stands in errors."""
         self.check_open(description)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ring-collectives", daemon=True)
@@ -67,15 +64,13 @@ class CollectiveThread:
         return work
 
     def check_open(self, description: str) -> None:
-        """Raise the error that broke the communicator earlier, or one that it was closed."""
+        """Raise if the communicator is broken or closed."""
         self.policy.raise_if_broken()
         if self._closed:
             raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
 
     def while_waiting(self, peers: Sequence[int]) -> float:
-        """Called in the thread by a transport that waits for ``peers``; returns for how many
-        seconds it may go on.
-        """
+        """Called by a transport that waits for ``peers``; returns the seconds left."""
         self.policy.raise_if_broken()
         work = self.running
         if work is None:
@@ -91,7 +86,7 @@ class CollectiveThread:
         while not work.finished.wait(CHECK_SECONDS):
             self.policy.check_peers()
             if self.policy.error is not None and not work.finished.wait(BROKEN_SECONDS):
-                # the thread is inside a wait that nothing ends
+                # The thread is inside a wait that nothing ends.
                 self.policy.raise_named(self.policy.error)
             running = self.running
             if running is None:
@@ -118,8 +113,7 @@ class CollectiveThread:
     def close(self) -> bool:
         """Let what is queued finish or fail, then end the thread. Returns whether it ended.
 
-        It is waited for up to the timeout; if the communicator broke, a moment: nothing may
-        interrupt its transport.
+        Waits up to the timeout, or a moment if the communicator broke.
         """
         if not self._closed:
             self._closed = True
@@ -128,7 +122,7 @@ class CollectiveThread:
             return True
         until = time.monotonic() + self.policy.seconds + STUCK_SECONDS
         while self._thread.is_alive() and time.monotonic() < until:
-            # a failed peer ends the wait; whoever waits for the work is told
+            # A failed peer ends the wait.
             with contextlib.suppress(RingError):
                 self.policy.check_peers()
             if self.policy.error is not None:
@@ -167,7 +161,7 @@ class ThreadWork:
     _thread: CollectiveThread
     description: str
     run: Callable[[], None]
-    # a mode of the caller's thread, not of the one that runs it
+    # A mode of the caller's thread.
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     started: float = 0.0
     waits_for: Sequence[int] = ()

@@ -33,10 +33,9 @@ T = TypeVar("T")
 
 class ReduceOp(Enum):
     """How the ranks' values become one. AVG divides by the world size; on integers it truncates
-    toward zero, and the sum has to fit the dtype: it wraps around otherwise, as torch's own sums
-    do."""
+    toward zero, and the sum has to fit the dtype."""
 
-    # Enum's own is written in Python, and takes a twentieth of a short collective
+    # Enum's own takes a twentieth of a short collective.
     __hash__ = object.__hash__
 
     SUM = "sum"
@@ -67,16 +66,14 @@ class Communicator(Protocol):
     """A fixed group of ranks that exchange tensors.
 
     A backend subclasses it, sets `rank` and `world_size`, and writes the four asynchronous
-    collectives and `close`. The other methods are written here over those, for any backend; it
-    overrides one where its library has something better.
+    collectives and `close`. It overrides another method if its library has something better.
 
     Every method is collective: all ranks call it in the same order, with tensors of equal dtype and
     matching sizes. Methods that return a `Work` are asynchronous: the tensors handed in belong to
     the communicator until `Work.wait`. Tensors are contiguous and live on a device that the backend
     serves; those of two collectives that are under way share no memory. The optional ``name`` of a
-    collective (such as ``"bucket 3"``) appears in errors and traces, and is the same on all ranks:
-    those that call for different things get an error, and not each other's objects. Objects and
-    barriers travel as CPU tensors, which every backend serves.
+    collective (such as ``"bucket 3"``) appears in errors and traces. Ranks whose names differ get
+    an error. Objects and barriers travel as CPU tensors.
 
     Attributes:
         rank: This rank, from 0.
@@ -90,9 +87,7 @@ class Communicator(Protocol):
 
     @abstractmethod
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        """Reduce ``tensor`` (any shape) over all ranks, in place. All ranks end with the same
-        bits.
-        """
+        """Reduce ``tensor`` (any shape) in place. All ranks end with the same bits."""
 
     @abstractmethod
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
@@ -102,9 +97,7 @@ class Communicator(Protocol):
 
     @abstractmethod
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`): the second
-        half of an all-reduce.
-        """
+        """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`)."""
 
     @abstractmethod
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
@@ -112,9 +105,7 @@ class Communicator(Protocol):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, then release threads and groups. Not collective; calling
-        it twice is fine.
-        """
+        """Wait for what is under way, then release threads and groups. Not collective."""
 
     # --- written over those
 
@@ -122,21 +113,17 @@ class Communicator(Protocol):
     def shard_indices(self) -> Sequence[int]:
         """By rank, the index of the shard (`shard_bounds`) that `reduce_scatter_` leaves there.
 
-        The rank itself on one ring; where rings are nested it follows from which ranks share a
-        node.
+        On one ring it is the rank itself.
         """
         return range(self.world_size)
 
     @property
     def shard_index(self) -> int:
-        """This rank's of `shard_indices`."""
+        """This rank's entry of `shard_indices`."""
         return self.shard_indices[self.rank]
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised 1-D memory that this communicator moves fastest. All ranks ask for the
-        same, in one order.
-
-        Any other tensor can be handed to the collectives as well. The memory is given back with its
+        """Uninitialised 1-D memory that this communicator moves fastest. It is given back with its
         last tensor.
         """
         return torch.empty(numel, dtype=dtype, device=device)
@@ -145,7 +132,7 @@ class Communicator(Protocol):
         """Every rank's ``tensor`` (same dtype and shape everywhere), by rank. Blocks."""
         rows = tensor.new_empty(self.world_size, tensor.numel())
         rows[self.shard_index] = tensor.detach().reshape(-1)
-        # ranks whose shapes differ get an error, though sizes may be equal
+        # Ranks whose shapes differ get an error.
         shape = f"shape {tuple(tensor.shape)}"
         self.all_gather_(rows.view(-1), name=f"{name}, {shape}" if name else shape).wait()
         return [rows[index].view(tensor.shape) for index in self.shard_indices]
@@ -156,7 +143,7 @@ class Communicator(Protocol):
         """Send ``inputs[r]`` to rank r, and fill ``outputs[r]`` with what it has for this rank
         (sizes may differ).
 
-        Written over `all_gather`, so that each rank receives all that any rank sends; it blocks.
+        This one is written over `all_gather`: each rank receives everything, and it blocks.
         """
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
@@ -177,7 +164,7 @@ class Communicator(Protocol):
 
     @property
     def is_nested(self) -> bool:
-        """Whether ranks of a node reduce among themselves first, and then with the other nodes."""
+        """Whether ranks of a node reduce among themselves first."""
         return False
 
     def average_by(
@@ -185,10 +172,10 @@ class Communicator(Protocol):
     ) -> Work:
         """Average 1-D ``flat`` in place over all ranks, in the caller's way between nodes.
 
-        ``average(part, group)`` averages ``part`` of it over the ranks of ``group``, and returns
-        its `Work`. On one ring these are ``flat`` and all ranks. On nested rings they are this
-        rank's part of the node's average and its peers on the other nodes: ``average`` then runs,
-        and is waited for, in another thread, one call after another.
+        ``average(part, group)`` averages ``part`` over the ranks of ``group``, and returns its
+        `Work`. On one ring these are ``flat`` and all ranks. On nested rings they are this rank's
+        part of the node's average and its peers on the other nodes; ``average`` then runs in
+        another thread, one call after another.
         """
         return average(flat, self)
 
@@ -207,7 +194,7 @@ class Communicator(Protocol):
         return obj if self.rank == src else value
 
     def all_gather_object(self, obj: Any, *, name: str = "") -> list[Any]:
-        """Every rank's picklable ``obj``, by rank. Blocks. Messages are padded to the longest."""
+        """Every rank's picklable ``obj``, by rank. Blocks."""
         if self.world_size == 1:
             return [obj]
         message = _pickled(obj)
@@ -228,38 +215,32 @@ class Communicator(Protocol):
         self.all_reduce_(torch.zeros(1), name=f"barrier {name}".rstrip()).wait()
 
     def copy_to_host(self, tensor: Tensor) -> HostCopy:
-        """Start a copy of ``tensor``. Not collective; nothing waits before `HostCopy.value`."""
+        """Start a copy of ``tensor``. Not collective."""
         return HostCopy(tensor, self.wait_until)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on the host, for the values of what travelled. Not collective.
+        """``tensor`` on the host. Not collective.
 
-        A read by other means (``item()``, ``tolist()``, ``cpu()``) waits for the device inside the
-        driver: there a rank that waits for a failed one learns nothing.
+        A read by other means (``item()``, ``tolist()``, ``cpu()``) waits inside the driver, and
+        does not learn that another rank failed.
         """
         return tensor if on_host(tensor) else self.copy_to_host(tensor).value()
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Block until ``reached()``: a point in the device's streams. Raises as `Work.wait`. Not
-        collective.
-        """
+        """Block until ``reached()``. Raises as `Work.wait`. Not collective."""
         poll_until(reached, lambda: None)
 
     def open_requests(self, answer: Callable[[int, Tensor], Tensor]) -> Requests:
-        """Let ranks ask each other at any time: ``answer(peer, question)`` runs in threads of this
-        rank. Collective.
+        """Let ranks ask each other at any time, in any order, after `Requests.start`.
 
-        They begin with `Requests.start`. Other than collectives, questions need no order that all
-        ranks share. They travel on the host.
+        ``answer(peer, question)`` runs in threads of this rank. Questions travel on the host.
         """
         raise ConfigurationError(
             f"{type(self).__name__} carries collectives alone, and no questions between two ranks."
         )
 
     def abandon(self) -> None:
-        """Close without waiting: what is under way ends with an error, where its peers may never
-        take part in it.
-        """
+        """Close without waiting: what is under way ends with an error."""
         self.close()
 
 
@@ -293,8 +274,7 @@ class CompletedWork:
 
 
 class ChainedWork:
-    """A `Work` with something left to do once it is over: ``steps``, taken once each in the thread
-    that waits first.
+    """A `Work` followed by ``steps``, taken once each in the thread that waits first.
 
     A step may start and wait for further collectives.
     """
@@ -318,20 +298,16 @@ class ChainedWork:
 
 
 def advance(work: Work) -> None:
-    """Have ``work`` start its next collective, if it consists of several: wait for the one under
-    way. Collective.
+    """Have ``work`` start its next collective, if it consists of several. Collective.
 
-    Called for several works before the first is waited for, it keeps the wire busy while their
-    results are decoded.
+    Called for several works first, it keeps the wire busy while their results are decoded.
     """
     if (go_on := getattr(work, "advance", None)) is not None:
         go_on()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as a 1-D uint8 tensor (``tensor`` is contiguous), for transports that know
-    no dtype.
-    """
+    """The memory of contiguous ``tensor`` as a 1-D uint8 tensor."""
     return (
         tensor.detach().view(-1).view(torch.uint8)
         if tensor.numel()
@@ -340,9 +316,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers of that size, which compare and add by their bits: NaN equals
-    NaN.
-    """
+    """The same memory as integers, which compare by their bits: NaN equals NaN."""
     return (
         tensor.view(_INTEGERS[tensor.element_size()])
         if tensor.element_size() in _INTEGERS
@@ -351,9 +325,7 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 
 def _pickled(obj: Any) -> Tensor:
-    """``obj`` as uint8, or the error of pickling it, so that all ranks learn of it and none
-    waits for ever.
-    """
+    """``obj`` as uint8, or the error of pickling it, so that all ranks learn of it."""
     try:
         message = sealed.dumps((True, obj))
     except Exception as error:
@@ -362,7 +334,6 @@ def _pickled(obj: Any) -> Tensor:
 
 
 def _unpickled(message: Tensor, src: int) -> Any:
-    """The object; or raise `CollectiveError` if rank ``src`` could not pickle it."""
     good, obj = sealed.loads(ctypes.string_at(message.data_ptr(), message.numel()))
     if not good:
         raise CollectiveError(

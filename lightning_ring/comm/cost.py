@@ -34,9 +34,8 @@ PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # around the r
 def default_cap_mb(device_type: str, world_size: int) -> float:
     """Size in MiB of a bucket of gradients where nobody chose one.
 
-    Between few CPUs a message costs little beside its bytes, and the last bucket is what backward
-    cannot hide. With the number of ranks grows that of messages: past
-    `MOST_RANKS_FOR_SMALL_BUCKETS` they cost more than they hide.
+    Backward cannot hide the last bucket, so that small ones are better between few CPUs. Past
+    `MOST_RANKS_FOR_SMALL_BUCKETS` more messages cost more than they hide.
     """
     return (
         4.0
@@ -46,12 +45,11 @@ def default_cap_mb(device_type: str, world_size: int) -> float:
 
 
 def number_by_size(sizes: Sequence[float], cap: float, first_cap: float) -> list[int]:
-    """For each gradient, of ``sizes`` bytes, the number of its bucket, under ``cap`` bytes a
-    bucket.
+    """The bucket of each gradient, of ``sizes`` bytes, under ``cap`` bytes a bucket.
 
-    The first bucket holds ``first_cap`` at most, so that it leaves early; any may hold one larger
-    gradient alone. A bucket that is nearly empty takes the next gradient, too large as that may be:
-    alone, between two large ones, it would cost a message for next to nothing.
+    The first bucket holds up to ``first_cap``, so that it leaves early; any may hold one larger
+    gradient alone. A nearly empty bucket takes the next gradient whatever its size: alone it would
+    cost a message for few bytes.
     """
     numbers, number, total = [], 0, 0.0
     for size in sizes:
@@ -65,13 +63,11 @@ def number_by_size(sizes: Sequence[float], cap: float, first_cap: float) -> list
 
 
 def num_nested_pieces(num_bytes: float, local_size: int, num_nodes: int) -> int:
-    """In how many pieces a tensor passes through a ring in each node and rings across nodes: the
-    same on every rank.
+    """In how many pieces a tensor passes through a ring in each node and rings across nodes.
 
-    More pieces overlap the work in the node with the wire, and each pays the latency of a ring
-    across all nodes. With c seconds of work in the node and a latency of A, k pieces take c/k + k·A
-    longer than their bytes on the wire, which is least for k = √(c/A). Links are taken to be
-    typical: all ranks must find one number before anything is measured.
+    With c seconds of work in the node and a latency of A across nodes, k pieces take c/k + k·A
+    longer than their bytes on the wire, which is least for k = √(c/A). Typical links are assumed:
+    all ranks must find one number before anything is measured.
     """
     in_node = 2 * (local_size - 1) / local_size * num_bytes / _NODE_BANDWIDTH
     latency = 2 * (num_nodes - 1) * TCP_ALPHA_SECONDS
@@ -88,9 +84,7 @@ class CostModel:
     bandwidth: float
 
     def seconds(self, num_bytes: float, world_size: int, collective: str = "all_reduce") -> float:
-        """Time of ``collective`` on a tensor of ``num_bytes``, all shards together; 0 for one
-        rank.
-        """
+        """Time of ``collective`` on a tensor of ``num_bytes``; 0 for one rank."""
         steps = PASSES[collective] * (world_size - 1)
         return steps * (self.alpha_seconds + num_bytes / (world_size * self.bandwidth))
 
@@ -105,9 +99,8 @@ def fit(
     """The model of measured times: the line of Theil (1950) and Sen (1968) through the median time
     of each size, under α ≥ 0 and 1/B ≥ 0.
 
-    Its slope is the median over all pairs of sizes, so that neither noise nor a few late messages
-    count. ``collective`` took ``seconds`` on messages of ``sizes_bytes``, as `CostModel` counts
-    them, over 2 or more ranks.
+    Its slope is the median over all pairs of sizes, so that a few late messages do not count.
+    ``collective`` took ``seconds`` on tensors of ``sizes_bytes`` over 2 or more ranks.
 
     Raises:
         ConfigurationError: Fewer than two different sizes, one rank, or a time or size that cannot

@@ -7,8 +7,7 @@ the ring does: (N−1)/N of the tensor. The owner adds them in the order of the 
 result does not depend on who owns it.
 
 Of two values, one addition in 16 bits is that sum: torch adds in float32 and rounds the result. An
-average of bfloat16 is the sum of halves then, which are exact but for values below 2⁻¹²⁵; with one
-of those it may differ in its last bit.
+average of bfloat16 is then the sum of halves, which are exact except below 2⁻¹²⁵.
 """
 
 from __future__ import annotations
@@ -37,18 +36,16 @@ from lightning_ring.comm.ring import (
 from lightning_ring.comm.transport import PointToPoint, Request
 
 DIRECT_BYTES = 16 * 1024  # per rank; up to this a reduction is one message to everybody
-# Two ranks send no more bytes than by a ring, in half as many messages. What is longer is summed
-# while it arrives.
+# Two ranks send as many bytes as by a ring, in half as many messages. Longer tensors are summed
+# while they arrive.
 PAIR_BYTES = 2 * 1024 * 1024
 _FIRST_DIRECT_TAG = 16
-# elements that are summed at once: two such float32 buffers stay in the second-level cache
+# Two float32 buffers of so many elements stay in the second-level cache.
 _CHUNK = 64 * 1024
 
 
 def exchange_rows(rows: Tensor | Sequence[Tensor], p2p: PointToPoint) -> None:
-    """Fill ``rows``, one a rank: this rank's row goes to every other rank, theirs come here. One
-    message time.
-    """
+    """Fill ``rows``, each from its rank, in one message time."""
     if requests := start_exchange(rows, p2p):
         p2p.wait(requests)
 
@@ -64,9 +61,7 @@ def start_exchange(
 
 
 def all_gather_directly_(flat: Tensor, p2p: PointToPoint) -> None:
-    """Fill a short 1-D ``flat`` from the ranks' shards of it, in one message time instead of the
-    ring's N−1.
-    """
+    """Fill a short 1-D ``flat`` from the ranks' shards, in one message time."""
     exchange_rows([shard(flat, p2p.world_size, rank) for rank in range(p2p.world_size)], p2p)
 
 
@@ -80,11 +75,10 @@ def goes_directly(flat: Tensor, world_size: int) -> bool:
 def start_all_reduce_directly(
     flat: Tensor, p2p: PointToPoint, op: ReduceOp, tag: int = 0
 ) -> tuple[list[Request], Callable[[], object]]:
-    """Messages under way, and what reduces 1-D ``flat`` once they are over: in the order of the
-    ranks.
+    """Messages under way, and what then reduces 1-D ``flat``, in the order of the ranks.
 
     One message time instead of the ring's 2·(N−1), for N−1 times the bytes. A ``tag`` of 0 stands
-    for one that tells sizes apart: Gloo aborts a process that gets more than it has room for.
+    for one by size: Gloo aborts a process that gets more bytes than it has room for.
     """
     if p2p.world_size == 2:
         if op is ReduceOp.AVG and flat.dtype in (torch.float32, torch.float64):
@@ -123,9 +117,7 @@ def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceO
 def broadcast_(
     flat: Tensor, p2p: PointToPoint, src: int = 0, *, piece_bytes: int = PIECE_BYTES
 ) -> Tensor:
-    """Replace 1-D ``flat`` by rank ``src``'s. Short: straight to every rank. Long: down a chain,
-    piece behind piece.
-    """
+    """Replace 1-D ``flat`` by rank ``src``'s: straight if short, else down a chain in pieces."""
     world_size, rank = p2p.world_size, p2p.rank
     if world_size == 1 or flat.numel() == 0:
         return flat
@@ -161,9 +153,7 @@ def all_to_all(
     *,
     piece_bytes: int = PIECE_BYTES,
 ) -> None:
-    """Rank r gets this rank's ``inputs[r]``, and ``outputs[r]`` (1-D) becomes what rank r has
-    for this rank.
-    """
+    """Send ``inputs[r]`` to rank r, and fill ``outputs[r]`` from it (1-D)."""
     outputs[p2p.rank].copy_(inputs[p2p.rank])
     peers = [peer for peer in range(p2p.world_size) if peer != p2p.rank]
     receives = [
@@ -186,7 +176,7 @@ def _sendable(flat: Tensor, piece_bytes: int) -> list[Tensor]:
 def reduce_scatter_(
     flat: Tensor, p2p: PointToPoint, op: ReduceOp, scratch: Tensor | None = None
 ) -> Tensor:
-    """Reduce 1-D ``flat`` so that rank r's shard holds the result; ``scratch`` is uint8 memory of
+    """Reduce 1-D ``flat``: rank r's shard then holds the result. ``scratch`` is uint8 memory of
     `ring.scratch_bytes`.
     """
     wide = wants_wide_sum(flat.dtype, op)
@@ -197,9 +187,7 @@ def reduce_scatter_(
 def all_reduce_(
     flat: Tensor, p2p: PointToPoint, op: ReduceOp, scratch: Tensor | None = None
 ) -> Tensor:
-    """Reduce 1-D ``flat`` in place, each shard on one path only, so that all ranks end with the
-    same bits.
-    """
+    """Reduce 1-D ``flat`` in place. All ranks end with the same bits."""
     return all_gather_(reduce_scatter_(flat, p2p, op, scratch), p2p)
 
 
@@ -218,8 +206,7 @@ def wide_reduce_scatter_(
     """Reduce 16-bit 1-D ``flat`` by SUM or AVG in place: rank r's shard then holds the result, the
     rest is untouched.
 
-    ``scratch`` is uint8 memory of at least `ring.scratch_bytes`. A piece is summed while the next
-    one arrives.
+    A piece is summed while the next one arrives.
     """
     world_size, rank = p2p.world_size, p2p.rank
     peers = [peer for peer in range(world_size) if peer != rank]
@@ -260,12 +247,12 @@ def wide_reduce_scatter_(
 
 
 def sums_halves(dtype: torch.dtype, op: object, world_size: int) -> bool:
-    """Whether ``op`` is an average that is the sum of halves: that of two bfloat16 tensors."""
+    """Whether ``op`` is an average that is the sum of halves."""
     return op is ReduceOp.AVG and dtype is torch.bfloat16 and world_size == 2
 
 
 def halved_(flat: Tensor, op: ReduceOp, world_size: int) -> ReduceOp:
-    """What is left of ``op`` to do: a sum, where ``flat`` is halved here, in place."""
+    """The rest of ``op``: a sum, if ``flat`` is halved here, in place."""
     if not sums_halves(flat.dtype, op, world_size):
         return op
     flat.mul_(0.5)
@@ -275,8 +262,8 @@ def halved_(flat: Tensor, op: ReduceOp, world_size: int) -> ReduceOp:
 def sum_into_(
     target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tensor | None = None
 ) -> None:
-    """``target`` (it may be one of ``parts``) becomes their SUM or AVG; ``wide`` is float32
-    memory for two chunks.
+    """``target`` (perhaps one of ``parts``) becomes their SUM or AVG; ``wide`` is float32 scratch
+    for two chunks.
     """
     if op is ReduceOp.SUM and len(parts) == 2:
         torch.add(parts[0], parts[1], out=target)
@@ -289,8 +276,7 @@ def sum_into_(
         own = target[start : start + _CHUNK]
         total, arrived = wide[0, : own.numel()], wide[1, : own.numel()]
         total.copy_(parts[0][start : start + _CHUNK])
-        # by a power of two, which is exact: bfloat16 reaches as far as float32, and must not
-        # overflow it
+        # A power of two is exact. bfloat16 reaches as far as float32, and must not overflow it.
         if scale < 1:
             total.mul_(scale)
         for part in parts[1:]:

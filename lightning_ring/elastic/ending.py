@@ -15,9 +15,10 @@ from lightning_ring.job.exit import end_process, in_one_line, leave_cause, say
 
 
 def end_job_on_error(member: Member) -> Callable[[], None]:
-    """Let an uncaught exception in this process end the whole job. Returns what takes that back.
+    """Let an uncaught exception in this process end the whole job. Returns a function that undoes
+    it.
 
-    A rank that only learns that the job has ended prints one line; with the job's exit code.
+    A rank that only learns that the job has ended prints one line.
     """
     previous, pid = sys.excepthook, os.getpid()
 
@@ -25,8 +26,7 @@ def end_job_on_error(member: Member) -> Callable[[], None]:
         if os.getpid() != pid:  # a forked child
             return previous(kind, error, trace)
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # torch.distributed wraps this hook in one that collects its output, to be printed when
-            # it returns
+            # torch.distributed wraps this hook, and collects its output
             sys.stderr = sys.__stderr__
         if isinstance(error, JobEnded):
             if not error.finished:

@@ -1,6 +1,4 @@
-"""The connections of this process to the ranks of a view: opened for each generation, ended when
-it is over.
-"""
+"""The connections of this process to the ranks of a view."""
 
 from __future__ import annotations
 
@@ -47,13 +45,11 @@ _LOOK_SECONDS = 0.01
 
 
 def shut_down_sockets(exchanged: Iterable[bytes]) -> None:
-    """Shut down the connections to addresses that ranks have exchanged. Whoever waits on them has
-    an error in 20 ms.
+    """Shut down connections to addresses that ranks have exchanged. Waits on them fail in 20 ms.
 
     ``exchanged`` are the values of the store in which the groups were opened. Gloo writes its
-    listening addresses there as the kernel has them (``struct sockaddr``), and one end of each of
-    its connections has such an address. So sockets of other libraries and of other threads are left
-    alone. Linux; elsewhere nothing is found.
+    listening addresses there (``struct sockaddr``), and each of its connections has one at one end.
+    Sockets of other libraries are left alone. Linux; elsewhere nothing is found.
     """
     values = list(exchanged)
     for one in _sockets():
@@ -69,13 +65,11 @@ def shut_down_sockets(exchanged: Iterable[bytes]) -> None:
 def give_up_opening(
     exchanged: Sequence[bytes], num_ranks: int, is_opening: Callable[[], bool]
 ) -> None:
-    """End the waits for connections that do not come up, while groups of ``num_ranks`` are being
-    opened.
+    """End the waits for connections that do not come up, while ``num_ranks`` open groups.
 
-    Gloo waits for each connection five times as long as its timeout, also for a rank that has gone,
-    or a host that does not answer. The first is given another connection, which ends at once, the
-    second none. So the group may be there afterwards, and its first collective is an error. Returns
-    when ``is_opening()`` does not hold any more.
+    Gloo waits for each connection five times its timeout, also for a rank that has gone. The first
+    is given another connection, which ends at once, the second none. The group may exist
+    afterwards; its first collective is then an error. Returns once ``is_opening()`` is false.
     """
     for one in _sockets():
         with contextlib.suppress(OSError):
@@ -89,9 +83,7 @@ def give_up_opening(
 
 
 def _connect_for_a_peer(listener: socket.socket, pair: int) -> None:
-    """Connect and hang up. The number that the listener has given this pair of ranks, from 0 on,
-    comes first.
-    """
+    """Connect, send the number of this pair of ranks, and hang up."""
     with socket.socket(listener.family) as connection:
         connection.settimeout(_CONNECT_SECONDS)
         connection.connect(listener.getsockname())
@@ -99,9 +91,8 @@ def _connect_for_a_peer(listener: socket.socket, pair: int) -> None:
 
 
 def _shut_down_unanswered(values: list[bytes]) -> None:
-    """End this process's attempts to connect to exchanged addresses. Gloo tries each again,
-    three times.
-    """
+    """End this process's attempts to connect to exchanged addresses. Gloo repeats each three
+    times."""
     unanswered = _unanswered()
     for one in _sockets() if unanswered else ():
         address = unanswered.get(os.fstat(one.fileno()).st_ino)
@@ -111,9 +102,7 @@ def _shut_down_unanswered(values: list[bytes]) -> None:
 
 
 def _unanswered() -> dict[int, bytes]:
-    """By the number of the socket, the addresses, as stored, to which a connection is on its way
-    (proc_pid_net(5)).
-    """
+    """Addresses of pending connections, as stored, by socket inode (proc_pid_net(5))."""
     found: dict[int, bytes] = {}
     for family, table in _TABLES.items():
         with contextlib.suppress(OSError):
@@ -128,9 +117,7 @@ def _unanswered() -> dict[int, bytes]:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """This process's sockets of the internet: copies, since the number of a descriptor may be
-    given out again.
-    """
+    """Copies of this process's internet sockets: a descriptor's number may be given out again."""
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -141,7 +128,6 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _as_stored(family: int, address: Any) -> bytes:
-    """The beginning of the ``struct sockaddr`` of ``address``."""
     flow = _NO_FLOW if family == socket.AF_INET else struct.pack("!I", address[2])
     return _stored(family, address[1], socket.inet_pton(family, address[0].partition("%")[0]), flow)
 
@@ -160,13 +146,10 @@ def _is_among(values: list[bytes], address: bytes) -> bool:
 
 
 class Generations:
-    """Opens a `Job` for each view of ``member``, with the communicator and torch.distributed's
-    default group.
+    """Opens a `Job` for each view of ``member``, with the communicator and torch's default group.
 
     ``backend``, ``timeout``, ``stall_warning`` and ``topology`` are those of `open_communicator`. A
-    hierarchy becomes one flat ring while nodes hold different numbers of ranks. When a view is over
-    the member's thread ends all waits of this rank; `close` then makes sure that this rank writes
-    into no other's memory.
+    hierarchy becomes one flat ring while nodes hold different numbers of ranks.
     """
 
     def __init__(
@@ -186,7 +169,7 @@ class Generations:
         self._stall_warning = stall_warning
         self._topology = topology
         self._memory = KeptMemory()
-        self._store: StewardStore | None = None  # of the generation
+        self._store: StewardStore | None = None
         self._opening = False
         # what is aborted by one thread is not destroyed by another
         self._ending = threading.Lock()
@@ -218,7 +201,6 @@ class Generations:
         info = RankInfo(rank, world_size, 0, 1, node, node + 1, "ringrun", view.generation)
         store = self._store = StewardStore(self._member, self._timeout.total_seconds())
         own = own_member(info, self._member.number, self._device)
-        # all have come: what follows takes milliseconds
         members = exchange_members(own, info, store)
         info = info_of(rank, members, "ringrun", view.generation)
         prefer_interface(self._member.address)
@@ -235,9 +217,8 @@ class Generations:
         return communicator
 
     def close(self, error: RingError | None = None) -> None:
-        """End this generation, broken by ``error``, or in peace. From here on this rank sends
-        and writes nothing.
-        """
+        """End this generation, broken by ``error`` or in peace. This rank then writes nothing
+        more."""
         with self._ending:
             job, self.job = self.job, None
         if job is None:
@@ -260,9 +241,7 @@ class Generations:
         self._store = None
 
     def settle(self) -> None:
-        """Return when everything that this rank has queued on its device is done. A broken
-        generation raises.
-        """
+        """Return when this rank's device has done everything. A broken generation raises."""
         if is_gpu(self._device):
             done = torch.cuda.Event()
             done.record()
@@ -270,9 +249,7 @@ class Generations:
             self.communicator.wait_until(done.query)
 
     def _end_waits(self, error: PeerFailedError) -> None:
-        """In the member's thread, while this rank computes, waits for a collective or opens
-        connections.
-        """
+        """Runs in the member's thread."""
         store = self._store
         with self._ending:
             job = self.job
@@ -286,11 +263,9 @@ class Generations:
             self._give_up_opening(store, job.info.world_size)
 
     def _abort_nccl(self, job: Job) -> None:
-        """End NCCL's kernels, which wait for the dead rank: this rank may wait for them inside the
-        driver.
+        """End NCCL's kernels, which wait for the dead rank.
 
-        Each group has a thread: to abort one frees memory, which waits for the kernels of the
-        others.
+        Each group has a thread: aborting one frees memory, which waits for the others' kernels.
         """
         aborts: list[Callable[[], None]] = []
         if isinstance(job.communicator, NCCLCommunicator):
@@ -322,12 +297,10 @@ def _end(abort: Callable[[], None]) -> None:
 
 @functools.cache
 def leave_garbage_to_parent() -> None:
-    """Let no garbage collection in a process that is forked from this one destroy what this one has
-    dropped.
+    """Keep a forked child from destroying garbage of this process.
 
-    Groups of an earlier generation may be among it. Their threads are not in a loader's worker
-    process, where their destructors therefore crash or wait for ever. Nor may what others do after
-    a fork begin a collection before that.
+    It may hold groups of an earlier generation, whose threads do not exist in a loader's worker:
+    their destructors would crash or hang there.
     """
     forking, was_enabled = threading.Lock(), True  # threads may fork at the same time
 

@@ -1,6 +1,4 @@
-"""A rank's side of the membership: one connection to the steward, and a thread that reads it.
-Without torch.
-"""
+"""A rank's connection to the steward, and a thread that reads it. Without torch."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ class Member:
 
     ``on_stop`` is called in the member's thread when the current generation is over, with the error
     that ends its collectives. It must be quick. ``on_lost`` is called when the steward has gone,
-    and ends this process: nobody can tell any more who takes part, and two halves of a job must not
-    go on apart. ``over_error`` is the class of the error that says that a generation is over.
+    and ends this process: two halves of a job must not go on apart. ``over_error`` is the class of
+    the error of a generation that is over.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -41,7 +39,7 @@ class Member:
         self._secret = environ["RING_SECRET"]
         self.view: View | None = None
         self.newcomers_wait = False
-        # with which the training had begun when this process came; 0: it had not
+        # number of ranks when the training began, before this process; 0: it had not begun
         self.first_ranks: int | None = None
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
@@ -60,7 +58,6 @@ class Member:
 
     @classmethod
     def is_wanted(cls, environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether a steward started this process."""
         return "RING_STEWARD" in environ
 
     @property
@@ -74,9 +71,7 @@ class Member:
 
     @property
     def address(self) -> str:
-        """This host's address on the way to the steward, which leads to the job's other hosts if
-        there are any.
-        """
+        """This host's address on the way to the steward."""
         assert self._connection is not None, "open() comes first"
         address: str = self._connection.socket.getsockname()[0]
         return address
@@ -114,31 +109,24 @@ class Member:
                     f"The steward did not say within {CONNECT_SECONDS:g} s where its job stands."
                 )
 
-    # -- views
-
     def check(self) -> None:
-        """Raise `GenerationOver` or `JobEnded` once the current generation is over. Costs
-        nothing otherwise.
-        """
+        """Raise `GenerationOver` or `JobEnded` once the current generation is over."""
         if self._over is not None:
             raise self._over
 
     def is_over(self, seconds: float = 0.0) -> bool:
-        """Whether the current generation is over, or is so within ``seconds``. Transports may
-        know it earlier.
-        """
+        """Whether the generation is over, or ends within ``seconds``. Transports may know
+        earlier."""
         with self._news:
             return self._news.wait_for(lambda: self._over is not None, seconds)
 
     def report(self, report: Report) -> None:
-        """Say where this rank stands. From here on it writes nothing that another rank reads,
-        until the next view.
-        """
+        """Say where this rank stands. It then writes nothing that another rank reads until the next
+        view."""
         self._send({"kind": "report", "generation": self.generation, **asdict(report)})
 
     def next_view(self, timeout: float) -> View:
-        """The view that follows the current one, which is in force from now on. Blocks up to
-        ``timeout`` seconds.
+        """The view that follows the current one, now in force. Blocks up to ``timeout`` seconds.
 
         Raises:
             JobEnded: There is none.
@@ -151,7 +139,6 @@ class Member:
             if isinstance(self._over, JobEnded):
                 raise self._over
             assert self._next is not None
-            # a stop of this new view may have come already
             stopped = (
                 isinstance(self._over, GenerationOver)
                 and self._stopped_generation == self._next.generation
@@ -159,8 +146,6 @@ class Member:
             self.view, self._next = self._next, None
             self._over = self._over if stopped else None
         return self.view
-
-    # -- the store of the current view
 
     def request(self, message: dict[str, Any], timeout: float) -> Any:
         """The store's answer to ``message`` (`KeyValue`). Blocks.
@@ -188,10 +173,8 @@ class Member:
             raise self.over_error(answer["refused"])
         return answer["value"]
 
-    # -- the end
-
     def finish(self) -> None:
-        """Say that this rank has finished the training. It takes part in no later view.
+        """Say that this rank has finished the training; it takes part in no later view.
 
         Returns once the steward knows: a process that ends without that has failed.
         """
@@ -200,27 +183,20 @@ class Member:
             self._news.wait_for(lambda: self._finish_is_known or self._lost, FINISH_SECONDS)
 
     def take_part(self) -> None:
-        """Say that this newcomer has finished its first step. Until then an error of its own
-        counts as its death.
-        """
+        """Say that this newcomer has finished its first step."""
         self._send({"kind": "takes_part"})
 
     def leave_fit(self, left: bool = True) -> None:
-        """Say that this rank has left a fit, so that from now on a death ends the job; or that
-        it begins another.
-        """
+        """Say that this rank has left a fit, so that a death now ends the job; or begins
+        another."""
         self._send({"kind": "leaves_fit", "left": left})
 
     def turn_away(self, members: Sequence[int]) -> None:
-        """Say that the newcomers ``members`` of the view, which may be this one, do not fit:
-        they leave for good.
-        """
+        """Say that the newcomers ``members`` of the view do not fit: they leave for good."""
         self._send({"kind": "turns_away", "members": list(members)})
 
     def fail(self, text: str, exit_code: int = 1) -> None:
-        """Say that this rank failed by an error of its program, which ends the job with
-        ``exit_code``.
-        """
+        """End the job with ``exit_code`` because this rank's program failed."""
         self._send({"kind": "failed", "text": text, "exit_code": exit_code})
 
     def close(self) -> None:
@@ -229,8 +205,6 @@ class Member:
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-
-    # -- the connection
 
     def _send(self, message: Message) -> None:
         connection = self._connection
@@ -296,8 +270,6 @@ class Member:
             self.on_stop(stop)
 
     def _forget(self) -> None:
-        """A forked child (a data-loader worker) must not hold the connection open when its
-        parent is killed.
-        """
+        """A forked child (a data-loader worker) must not keep the connection open."""
         if self._connection is not None:
             self._connection.close()

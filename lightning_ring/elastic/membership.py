@@ -1,9 +1,8 @@
-"""Who takes part, without sockets and processes: views, and what the ranks report between them.
+"""Views, and what the ranks report between them, without sockets and processes.
 
 A rank steps its optimizer only after a commit barrier, which it enters with the complete averages
-of the step. When some rank has finished step k + 1, every other rank of its view therefore holds
-the complete averages of step k + 1, or has finished it too. So a finished step is never lost, and
-no rank has to give one back.
+of the step. Once some rank has finished a step, every other rank of its view has finished it too or
+holds its averages. So a finished step is never lost.
 """
 
 from __future__ import annotations
@@ -21,15 +20,11 @@ def counted_ranks(number: int) -> str:
 
 
 class GenerationOver(PeerFailedError):
-    """The ranks of this generation do not go on together: one died, or others wait to take part.
-    A view follows.
-    """
+    """A rank of this generation died, or others wait to take part. A view follows."""
 
 
 class JobEnded(PeerFailedError):
-    """The steward has ended the job, with ``exit_code``: 0 if the training had been finished by
-    all.
-    """
+    """The steward has ended the job, with ``exit_code``: 0 if all had finished the training."""
 
     def __init__(self, why: str, exit_code: int = 1) -> None:
         super().__init__(why)
@@ -41,20 +36,17 @@ class JobEnded(PeerFailedError):
 
 
 class TooFewRanks(JobEnded):
-    """The job has ended because it had too few ranks for too long: those that are left save what
-    they have.
-    """
+    """The job had too few ranks for too long: the remaining ranks save what they have."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """The ranks of one generation.
 
-    ``members`` are numbers of processes, by rank; a process keeps its number, and no other process
-    gets it. ``step`` is the number of optimizer steps that all members but the ``newcomers`` have
-    finished when the generation begins: a member that finished one less finishes it first. `None`:
-    no member has state, the training begins. ``last``: why the job ends with this view, in which
-    its members only put their state together and save it; else nothing.
+    ``members`` are numbers of processes, by rank; a number is never given twice. ``step`` is the
+    number of optimizer steps that all members except the ``newcomers`` have finished when the
+    generation begins; a member that finished one less finishes it first. `None`: no member has
+    state. ``last``: why the job ends with this view, in which its members only save their state.
     """
 
     generation: int
@@ -74,7 +66,7 @@ class View:
 
 
 def _as_runs(numbers: Iterable[int]) -> list[list[int]]:
-    """First and last of each run of consecutive ``numbers``: thousands of ranks get the list."""
+    """First and last of each run of consecutive ``numbers``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -96,11 +88,9 @@ class DisagreementError(RingError):
 class Report:
     """Where a rank stands when its view is over.
 
-    ``step``: number of optimizer steps that it has finished; `None` for a newcomer, which has no
-    state yet. ``complete``: whether it holds the complete averages of the next step, so that it can
-    finish that one alone. ``parted``: whether its state is a part of the training's, which ranks
-    have to put together. ``between``: whether it stands between two steps, where newcomers can
-    come in.
+    ``step``: number of optimizer steps that it has finished; `None` for a newcomer. ``complete``:
+    whether it holds the complete averages of the next step. ``parted``: whether its state is a part
+    of the training's. ``between``: whether newcomers can come in where it stands.
     """
 
     step: int | None = None
@@ -110,15 +100,13 @@ class Report:
 
 
 def agreed_step(reports: Mapping[int, Report]) -> int | None:
-    """The number of steps that every rank has finished before the next view begins; `None` if no
-    rank has state.
+    """The number of steps that every rank finishes before the next view; `None` without state.
 
     A rank that reported one step less finishes the step that it holds complete averages of. The
     step under way counts if every rank can finish it. Otherwise all ranks do it again.
 
     Raises:
-        DisagreementError: A rank is behind, and cannot finish the step that another rank has
-            finished.
+        DisagreementError: A rank cannot finish a step that another rank has finished.
     """
     standing = {
         rank: (report.step, report.complete)
@@ -150,26 +138,25 @@ class Membership:
 
     A view ends when a member is removed, or when a member reports because newcomers wait. The next
     one begins when every remaining member has reported, every removed one is *fenced* (seen to be
-    dead), and there are ``min_ranks`` of them. So no process of an earlier view can still write
-    into memory that the next view uses.
+    dead), and there are ``min_ranks`` of them.
     """
 
     def __init__(self, min_ranks: int = 1, max_ranks: int | None = None) -> None:
         self.view: View | None = None
-        # members of the last view in which nobody had state: with them the training begins
+        # members of the last view in which nobody had state
         self.first_ranks = 0
-        self.stopping = True  # no view is in force
+        self.stopping = True
         self._min_ranks = min_ranks
         self._max_ranks = max_ranks
-        self._members: dict[int, None] = {}  # of the view, as far as they still take part; by rank
-        self.expected: set[int] = set()  # started, and not ready yet
+        self._members: dict[int, None] = {}  # of the view, by rank
+        self.expected: set[int] = set()
         self._reports: dict[int, Report] = {}
         self._unfenced: set[int] = set()  # removed, and not yet seen to be dead
         self._gone: set[int] = set()  # removed, or finished
         self.finishers: set[int] = set()  # members that have finished the training
-        self._seen: set[int] = set()  # members of any view
+        self._seen: set[int] = set()
         self._untried: set[int] = set()  # of those: newcomers that have finished no step yet
-        self._outside: set[int] = set()  # members that have left their fit
+        self._outside: set[int] = set()
         # members that died when a member had left its fit: nobody can go on without them
         self.late: set[int] = set()
         self._has_state = False
@@ -177,17 +164,15 @@ class Membership:
 
     @property
     def members(self) -> list[int]:
-        """The members of the view that still take part, by rank."""
         return list(self._members)
 
     @property
     def newcomers(self) -> list[int]:
-        """Processes that wait to take part, in the order of their numbers."""
         return sorted(self._reports.keys() - self._members.keys())
 
     @property
     def unreported(self) -> list[int]:
-        """Members that the next view waits for. Empty as long as the view is in force."""
+        """Members that the next view waits for."""
         return (
             [member for member in self._members if member not in self._reports]
             if self.stopping
@@ -196,27 +181,22 @@ class Membership:
 
     @property
     def admits(self) -> bool:
-        """Whether a view is in force that newcomers wait to enter, so that its members stop at
-        the end of a step.
-        """
+        """Whether newcomers wait while a view is in force."""
         has_room = self._max_ranks is None or len(self._members) < self._max_ranks
         return not self.stopping and has_room and bool(self._members) and bool(self.newcomers)
 
     @property
     def finished(self) -> bool:
-        """Whether every member of the view that was not removed has finished the training."""
         return bool(self.finishers) and not self._members and not self.late
 
     @property
     def takes_no_more(self) -> bool:
-        """Whether the training is over on some rank, so that a process that starts now comes too
-        late.
-        """
+        """Whether a process that starts now comes too late."""
         return bool(self.finishers or self._outside)
 
     @property
     def below_min_ranks(self) -> bool:
-        """Whether nothing but too few ranks is in the way of the next view."""
+        """Whether only too few ranks prevent the next view."""
         return (
             self._is_settled()
             and len(self._reports) < self._min_ranks
@@ -224,8 +204,8 @@ class Membership:
         )
 
     def end_with_last_view(self, why: str) -> bool:
-        """Below ``min_ranks``: let the ranks that are left meet once more, if each has a part of
-        the state.
+        """Below ``min_ranks``: let the remaining ranks meet once more, if each has a part of the
+        state.
 
         Returns whether they do.
         """
@@ -239,13 +219,11 @@ class Membership:
         return self._last if not self._members else ""
 
     def knows(self, member: int) -> bool:
-        """Whether ``member`` was started, and may still take part."""
         return (
             member in self.expected or member in self._seen or member in self._reports
         ) and member not in self._gone
 
     def was_member(self, member: int) -> bool:
-        """Whether ``member`` was in any view, and has finished a step if it came to a training."""
         return member in self._seen and member not in self._untried
 
     def expect(self, member: int) -> None:
@@ -253,9 +231,7 @@ class Membership:
         self.expected.add(member)
 
     def report(self, member: int, generation: int, report: Report) -> None:
-        """``member`` is out of every collective of ``generation`` (-1 for a newcomer) and waits
-        for the next view.
-        """
+        """``member`` is out of every collective of ``generation`` (-1 for a newcomer)."""
         if member in self._gone:
             return
         if member in self._members:
@@ -269,9 +245,7 @@ class Membership:
         self._reports[member] = report
 
     def remove(self, member: int) -> bool:
-        """``member`` takes part no more, for good. Returns whether that is news; `fenced` has to
-        follow.
-        """
+        """Remove ``member`` for good. Returns whether that is news; `fenced` has to follow."""
         if member in self._gone:
             return False
         if member in self._members:
@@ -283,20 +257,16 @@ class Membership:
         return True
 
     def fenced(self, member: int) -> None:
-        """``member`` was seen to be dead: it writes nothing any more."""
         self.remove(member)
         self._unfenced.discard(member)
 
     def take_part(self, member: int) -> None:
-        """``member``, a newcomer of a view, has finished its first step."""
         self._untried.discard(member)
 
     def leave_fit(self, member: int, left: bool) -> None:
-        """``member`` has ``left`` its fit, and does not join further views before it has begun
-        another one.
+        """``member`` has ``left`` its fit, and joins no view before it begins another one.
 
-        A member that has died in the view, or dies from now on, is missed: this one would have had
-        to take its place.
+        Nobody can take the place of a member that dies then.
         """
         if not left:
             self._outside.discard(member)
@@ -307,12 +277,11 @@ class Membership:
             self.late |= {one for one in dead if self.was_member(one)}
 
     def finish(self, member: int) -> None:
-        """``member`` has finished the training; what it has sent is on its way."""
         self._drop(member)
         self.finishers.add(member)
 
     def next_view(self) -> View | None:
-        """The next view, which is in force from now on; `None` as long as something is missing.
+        """The next view, now in force; `None` as long as something is missing.
 
         Raises:
             DisagreementError: As `agreed_step`.
@@ -350,14 +319,11 @@ class Membership:
         return self.view
 
     def _who_stays(self) -> list[int]:
-        """Members that are no newcomers. Before the first step some may have yet to connect; later
-        those without state were about to get it, and come in as all newcomers do.
-        """
+        """Members that are no newcomers. Members without state come in as newcomers do."""
         begins = not any(self._reports[member].step for member in self._members)
         return [one for one in self._members if begins or self._reports[one].step is not None]
 
     def _lets_in(self, stay: list[int]) -> bool:
-        """Whether all stand where newcomers can come in. The others wait."""
         reports = [self._reports[member] for member in stay]
         return not self._last and all(one.between or one.step is None for one in reports)
 

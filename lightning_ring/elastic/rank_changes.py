@@ -50,7 +50,7 @@ class RankChanges:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a process needs that joins now, and then calls `of_view` as the others do."""
+        """What a process needs that joins now."""
         return {"deaths": self.deaths, "joins": self.joins, "members": self.members}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

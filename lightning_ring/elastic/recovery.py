@@ -1,6 +1,4 @@
-"""A rank whose view is over stops, reports, finishes a step that others have finished, and
-connects anew.
-"""
+"""A rank whose view is over stops, reports, completes a finished step, and connects anew."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ from lightning_ring.errors import (
 from lightning_ring.job.watch.peers import comes_from_a_peer
 
 BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
-# for the next view: the steward ends the job where there are too few ranks
+# for the next view: the steward bounds this wait
 VIEW_SECONDS = 24 * 3600.0
-NUM_ATTEMPTS = 5  # to connect without that anybody died
+NUM_ATTEMPTS = 5  # to connect while every rank is alive
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _log = logging.getLogger("lightning_ring")
@@ -37,45 +35,41 @@ _log = logging.getLogger("lightning_ring")
 
 class EnterAgain(BaseException):
     """Ends the training's loops on all ranks, which begin again from the checkpoint that they
-    hold.
-    """
+    hold."""
 
 
 class ElasticTraining(Protocol):
     """What `Recovery` calls in the training that goes on."""
 
     def welcomes_newcomers(self) -> bool:
-        """Whether newcomers can be let in after the current step. The same on all ranks."""
+        """Whether newcomers can come in after this step. The same on all ranks."""
 
     def is_between(self, first_attempt: bool) -> bool:
         """Whether this rank stands where newcomers can come in.
 
-        ``first_attempt``: it has come to `pause`, and waits for the view that follows.
+        ``first_attempt``: it waits in `pause` for the next view.
         """
 
     def commit(self) -> None:
         """Finish the step whose averages are complete: step the optimizers. Calls no collective."""
 
     def take_back(self) -> None:
-        """Undo what the step under way has changed: it is done again. Called before `enter`,
-        which may send state.
-        """
+        """Undo the step under way. Called before `enter`, which may send state."""
 
     def enter(self, view: View, comm: Communicator) -> bool:
-        """Go on over ``comm``, and give newcomers their state. Collective; may be called again
-        if a rank dies in it.
+        """Go on over ``comm``, and give newcomers their state. Collective; called again if a rank
+        dies.
 
         Returns whether all ranks hold a checkpoint from which they enter the training again.
         """
 
 
 class Recovery:
-    """Keeps count of the finished steps, and brings ``training`` from one view of ``member`` to the
-    next.
+    """Counts the finished steps, and brings ``training`` from one view of ``member`` to the next.
 
     A training step is: gradients and averages; ``complete = True``; `agree`; `commit`. Collectives
-    of the step raise when the view is over. Whoever catches that calls `after`, and does the step
-    again unless `step` has risen.
+    of the step raise when the view is over. On this error call `after`. Repeat the step unless
+    `step` has increased.
 
     Attributes:
         step: Number of optimizer steps that this rank has finished; `None` as long as it has no
@@ -98,7 +92,6 @@ class Recovery:
         self.training = training
         self._member = member
         self._generations = generations
-        # newcomers of the view, until they have finished a step with the others
         self._untried: tuple[int, ...] = ()
 
     def start(self) -> None:
@@ -106,7 +99,7 @@ class Recovery:
         self._go_on(None)
 
     def agree(self) -> None:
-        """The commit barrier: returns once every rank of the view is here, with complete averages.
+        """The commit barrier: returns once every rank of the view has complete averages.
         Collective.
 
         `newcomers_wait` is the same on all ranks afterwards.
@@ -118,12 +111,10 @@ class Recovery:
         self.newcomers_wait = bool(flag.item())
 
     def commit(self) -> None:
-        """Step the optimizers, after `agree`."""
         self.training.commit()
         self.committed()
 
     def committed(self) -> None:
-        """The optimizers have been stepped."""
         assert self.step is not None
         self.step += 1
         self.complete = False
@@ -137,7 +128,7 @@ class Recovery:
         If a rank dies meanwhile the others go on without them, and let them in after the next step.
         """
         try:
-            # else the first one here would stop others before they are
+            # a rank that arrives first would stop the others too early
             self._generations.communicator.barrier()
         except Exception as error:  # also where others have left the barrier, and the view
             self.after(error, first_attempt=True)
@@ -145,9 +136,9 @@ class Recovery:
             self._go_on(None, first_attempt=True)
 
     def after(self, error: Exception, first_attempt: bool = False) -> None:
-        """Go on after ``error``, if the view is over, or without newcomers whose first step it is.
+        """Go on after ``error`` if the view is over, or without newcomers in their first step.
 
-        Else raise it: the program failed, or calls of ranks diverged.
+        Otherwise raise it.
         """
         if not is_from_a_peer(error):
             raise error
@@ -197,8 +188,7 @@ class Recovery:
                 return
 
     def _turn_away(self, error: Exception) -> None:
-        """Have the newcomers of the view removed, which do not fit, or fail in their first step
-        with the others.
+        """Have newcomers removed that do not fit, or fail in their first step with the others.
 
         Raises:
             JobEnded: This rank is one of them.
@@ -227,25 +217,21 @@ class Recovery:
 
 
 def is_from_a_peer(error: BaseException) -> bool:
-    """Whether ``error`` may come from a rank that has gone: of transports, which do not know the
-    reason, as well.
-    """
+    """Whether ``error`` may come from a rank that has gone; transports do not know the reason."""
     if isinstance(error, JobEnded):
         return False
     return isinstance(error, RingError | TimeoutError) or comes_from_a_peer(error)
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Drop what the frames that ``error`` has left hold: buckets among it, whose memory the next
-    view uses again.
-    """
+    """Drop what the frames of ``error`` hold: the next view uses the memory of buckets again."""
     seen: set[int] = set()  # a script's own chain of errors may be a ring
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            # a generator that handled the error may go on; to clear its frame would close it
+            # clearing the frame of a generator that handled the error would close it
             if not frame.f_code.co_flags & _SUSPENDABLE:
-                with contextlib.suppress(RuntimeError):  # it is still running
+                with contextlib.suppress(RuntimeError):
                     frame.clear()
         error = error.__cause__ or error.__context__
 

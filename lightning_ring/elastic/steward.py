@@ -1,8 +1,7 @@
-"""The server of the membership: one thread of the process that started the ranks, and that outlives
-all of them.
+"""The server of the membership: one thread of the process that started the ranks.
 
 It holds one connection to each rank, the `Membership` and the store of the current view. It needs
-no torch, and is never a rank: memory and time that a training takes, or its death, do not touch it.
+no torch, so that no training takes it down.
 """
 
 from __future__ import annotations
@@ -35,18 +34,16 @@ class _Wait:
 
 
 class KeyValue:
-    """Values are texts. A request is a message with ``"op"``; its answer may come later, or be a
-    refusal.
+    """Values are texts. A request is a message with ``"op"``; its answer may be a refusal.
 
     ``get`` and ``wait`` are answered once their keys are there; all others at once.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self._waiting: dict[str, list[_Wait]] = {}  # by a key that is not there
+        self._waiting: dict[str, list[_Wait]] = {}
 
     def request(self, message: dict[str, Any], answer: Answer) -> None:
-        """Call ``answer`` with ``{"value": ...}``, or with ``{"refused": reason}``."""
         op = message["op"]
         if op in ("get", "wait"):
             self._await(_Wait(message, answer))
@@ -91,13 +88,12 @@ class KeyValue:
         return all(key in self._values for key in keys)
 
     def _await(self, wait: _Wait) -> None:
-        """Answer if the keys are there, else when the next that is missing is."""
         keys = wait.message["keys"]
         while wait.num_seen < len(keys) and keys[wait.num_seen] in self._values:
             wait.num_seen += 1
         if wait.num_seen < len(keys):
             self._waiting.setdefault(keys[wait.num_seen], []).append(wait)
-        elif not self._has(keys):  # one was deleted meanwhile
+        elif not self._has(keys):
             wait.num_seen = 0
             self._await(wait)
         else:
@@ -106,7 +102,7 @@ class KeyValue:
 
 
 _LOOK_SECONDS = 0.2
-# seconds between two looks; what is longer was the steward's own absence (it was stopped)
+# seconds between two looks; the rest was the steward's own absence
 _LONGEST_GAP = 0.5
 
 
@@ -114,11 +110,10 @@ _LONGEST_GAP = 0.5
 class SilenceLimits:
     """When a process that says nothing is removed.
 
-    ``answer``: seconds without an answer to the steward, in which the process also used no
-    processor time: it is stopped, or hangs. ``start``: the same for a process that has not come as
-    far as to be ready, while others are: it may read data, or load libraries from a slow disk.
-    ``report``: seconds for which a member keeps others waiting that are ready for the next view,
-    whether it computes or not.
+    ``answer``: seconds without an answer and without processor time: the process is stopped, or
+    hangs. ``start``: the same for a process that is not ready, while others are: it may load from a
+    slow disk. ``report``: seconds for which a member keeps ready ones waiting, whether it computes
+    or not.
     """
 
     answer: float = 10.0
@@ -127,30 +122,28 @@ class SilenceLimits:
 
 
 class Silence:
-    """Finds those that are silent for too long. `look` is called again and again, with the
-    monotonic clock's time.
+    """Finds members that are silent for too long. `look` gets the monotonic clock's time.
 
-    ``idle(member)``: the seconds in which a process used no processor time, as far as it is known.
+    ``idle(member)``: seconds in which a process used no processor time, if known.
     """
 
     def __init__(self, limits: SilenceLimits, idle: Callable[[int], float]) -> None:
         self._limits = limits
         self._idle = idle
         self._heard: dict[int, float] = {}
-        self._since: dict[int, float] = {}  # when others began to wait for a process
+        self._since: dict[int, float] = {}
         self._next_look = 0.0
-        self._now = 0.0  # time in which the steward looked
+        self._now = 0.0
         self._last_look: float | None = None
 
     def heard(self, member: int) -> None:
-        """``member``, which is connected, has sent something."""
         self._heard[member] = self._now
 
     def forget(self, member: int) -> None:
         self._heard.pop(member, None)
 
     def look(self, now: float, membership: Membership) -> dict[int, str]:
-        """Those that are to be removed, with the reasons."""
+        """Members to remove, with the reasons."""
         self._now += (
             min(now - self._last_look, _LONGEST_GAP) if self._last_look is not None else 0.0
         )
@@ -193,13 +186,11 @@ class Silence:
 
 
 def _starting(membership: Membership) -> list[int]:
-    """Processes that are not ready, while others are."""
     starting = list(membership.expected)
     return starting if membership.view is not None or membership.newcomers else []
 
 
 def _awaited(membership: Membership) -> list[int]:
-    """Members of a view that is over, once another one is ready for the next."""
     missing = membership.unreported
     return missing if len(missing) < len(membership.members) else []
 
@@ -210,13 +201,12 @@ _MISFIT = "it does not fit the others"
 
 
 class Steward:
-    """Serves the members of ``membership`` on ``host``. `step` does everything; it is called again
-    and again.
+    """Serves the members of ``membership`` on ``host``, by repeated calls of `step`.
 
     ``kill(member, why, seconds)`` ends a process that has not ended by itself after ``seconds``. It
-    is called for every member that is removed, since a process that is only slow, or cut off, must
-    not write any more; `gone` has to follow. ``idle`` is that of `Silence`. Members
-    know ``secret``, by default a new one. Not thread-safe.
+    is called for every removed member, since a slow process must not write any more; `gone` has to
+    follow. ``idle`` is that of `Silence`. Members know ``secret``, by default a new one. Not
+    thread-safe.
 
     Attributes:
         pids: Of the processes that have connected, as they say themselves.
@@ -242,7 +232,7 @@ class Steward:
         self.last_words: dict[int, str] = {}
         self.turned_away: set[int] = set()
         self._kill = kill
-        self._too_few = False  # ranks, for too long: why the job is over
+        self._too_few = False
         self._store = KeyValue()
         self._silence = Silence(silence or SilenceLimits(), idle)
         self._host = host
@@ -259,9 +249,7 @@ class Steward:
         return self._door.port
 
     def variables(self, member: int, host: str | None = None) -> dict[str, str]:
-        """The environment variables by which process ``member`` finds the steward (`Member`), at
-        address ``host``.
-        """
+        """The environment variables by which process ``member`` finds the steward at ``host``."""
         return {
             "RING_STEWARD": f"{host or self._host}:{self.port}",
             SECRET: self._secret,
@@ -269,14 +257,13 @@ class Steward:
         }
 
     def step(self, timeout: float) -> None:
-        """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
+        """Serve what has arrived; wait up to ``timeout`` seconds for more."""
         self._door.serve(timeout)
         if self.ended is None:
             self._look_for_silence(time.monotonic())
         self._advance()
 
     def expect(self, member: int) -> None:
-        """Process ``member`` was started."""
         self.membership.expect(member)
         self._door.expected = len(self.membership.expected)
 
@@ -287,9 +274,7 @@ class Steward:
         self._advance()
 
     def end(self, why: str, *, exit_code: int = 1, too_few: bool = False) -> None:
-        """Tell everybody that the job is over: members leave, and where there are ``too_few``
-        save what they have.
-        """
+        """Tell everybody that the job is over; with ``too_few`` members save what they have."""
         if self.ended is None:
             self.ended, self.exit_code, self._too_few = why, exit_code, too_few
             self._store.close(why)
@@ -297,9 +282,7 @@ class Steward:
             self._tell_end(why, *membership.members, *membership.newcomers)
 
     def end_with_too_few(self, why: str) -> None:
-        """As `end` with ``too_few``; but ranks that each have a part of the state get a last
-        view first, to save it.
-        """
+        """As `end` with ``too_few``; ranks with parts of the state get a last view to save it."""
         if self.membership.end_with_last_view(why):
             self._advance()
         else:
@@ -307,8 +290,6 @@ class Steward:
 
     def close(self) -> None:
         self._door.close()
-
-    # -- called by the door
 
     def admit(self, hello: Message) -> tuple[int, Message]:
         member: int = hello["member"]
@@ -322,7 +303,6 @@ class Steward:
         return member, {}
 
     def take(self, member: int, message: Message) -> None:
-        """``member`` has sent ``message``."""
         self._silence.heard(member)
         kind = message["kind"]
         if kind == "hello":
@@ -352,17 +332,14 @@ class Steward:
                 # the others go on: it fails on its own host
                 self.last_words[member] = message["text"]
             elif self.membership.late - {member}:
-                # follows from that death, which the launcher is to report
+                # a consequence of that death
                 self.last_words[member] = message["text"]
             else:
                 self.end(message["text"], exit_code=message["exit_code"])
 
     def hung_up(self, member: int, why: str) -> None:
-        """The connection of ``member`` has ended."""
         self._silence.forget(member)
         self._remove(member, "its connection ended")
-
-    # -- what follows
 
     def _look_for_silence(self, now: float) -> None:
         if now >= self._next_ping:
@@ -405,7 +382,6 @@ class Steward:
             self._remove(newcomer, _MISFIT)
 
     def _advance(self) -> None:
-        """Whatever follows from the state of the membership."""
         if self.ended is not None:
             return
         view = self.membership.view

@@ -11,15 +11,14 @@ from lightning_ring.elastic.member import Member
 
 
 class StewardStore(Store):
-    """The store of the current view of ``member``. Once that view is over every call raises
-    `GenerationOver`.
+    """The store of the current view of ``member``. Calls raise `GenerationOver` once it is over.
 
-    Whoever hands it to torch keeps a reference: torch's own reference does not keep the Python
-    object. ``wait_seconds`` bounds each wait for a key. Values are bytes, which travel as the
-    characters of the same numbers: a text of digits stays one, which `add` counts on.
+    Keep a reference: torch's own does not keep the Python object. ``wait_seconds`` bounds each wait
+    for a key. Bytes travel as the characters of the same numbers: digits stay text, which `add`
+    counts on.
 
     Attributes:
-        values: All values that this rank has set or got, in any copy of this store.
+        values: All values that this rank has set or got.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class StewardStore(Store):
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         self._member.request({"op": "wait", "keys": list(keys)}, seconds)
 
-    # torch calls these two by their names in C++
+    # C++ calls these two names
     def deleteKey(self, key: str) -> bool:
         deleted: bool = self._member.request({"op": "delete", "key": key}, self._seconds)
         return deleted

@@ -11,7 +11,7 @@ from lightning_ring.host.random_state import remember_random_state
 
 
 def remember_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Keep the values of ``tensors``, and where they lie; the returned function restores both."""
+    """Keep values and storage of ``tensors``; the returned function restores both."""
     kept = [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors]
 
     @torch.no_grad()
@@ -39,20 +39,17 @@ def remember(module: nn.Module) -> Callable[[], None]:
 
 
 class StepUnderWay:
-    """Holds what restores the state before the step, until the step is finished or taken back."""
-
     def __init__(self) -> None:
         self._undo: Callable[[], None] | None = None
 
     def begin(self, undo: Callable[[], None]) -> None:
-        """``undo`` restores what gradients, forward and log change. It is called once at most."""
+        """Start a step; ``undo`` is called once at most."""
         self._undo = undo
 
     def finish(self) -> None:
         self._undo = None
 
     def take_back(self) -> None:
-        """Restore the state before the step, if one is under way."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()

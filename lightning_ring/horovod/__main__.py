@@ -1,6 +1,4 @@
-"""``python -m lightning_ring.horovod script.py``: run a script for Horovod as it is, over the
-ring.
-"""
+"""``python -m lightning_ring.horovod script.py`` runs a Horovod script over the ring."""
 
 import sys
 

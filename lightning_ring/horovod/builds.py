@@ -10,7 +10,7 @@ from lightning_ring.horovod.context import context
 
 
 def mpi_threads_supported() -> bool:
-    """Each rank calls MPI from one thread at a time; other libraries may not count on more."""
+    """Always False: libraries other than ours may not count on several threads."""
     return False
 
 

@@ -18,7 +18,7 @@ from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
 
-# by handle: what was submitted, where, and whether it has a list of results
+# by handle; whether it has a list of results
 _calls: dict[int, tuple[Submission, Negotiation, bool]] = {}
 _handles = itertools.count()
 
@@ -31,10 +31,9 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a collective, and return its result; a list for a grouped one, a pair for an
-    alltoall.
+    """Wait for a collective. Returns its result: a list if grouped, a pair for an alltoall.
 
-    The handle is used up: a second call returns `None`, as Horovod's does.
+    A second call returns `None`, as Horovod's does.
 
     Raises:
         HorovodInternalError: The collective failed, on all ranks.
@@ -66,7 +65,6 @@ def reduction(average: bool | None, op: str | None) -> str:
 
 
 def group_of(tensors: Any) -> Sequence[Tensor]:
-    """``tensors`` itself, if it is a list or a tuple; else a group of one."""
     return tensors if isinstance(tensors, (list, tuple)) else [tensors]
 
 
@@ -83,7 +81,7 @@ def start(
     root: int = 0,
     splits: Tensor | Sequence[int] | None = None,
 ) -> int:
-    """Submit one collective. That of a list has a list of results; its tensors run together."""
+    """Submit one collective. Tensors of a list run together."""
     group = group_of(tensors)
     if not group:
         raise ValueError(f"a grouped {kind} got no tensors.")
@@ -113,7 +111,7 @@ def start(
 
 
 def _check(kind: str, tensor: Tensor, name: str, op: str, *, in_place: bool) -> None:
-    """Refuse what has no values that another thread can read, or write."""
+    """Refuse tensors that another thread cannot read or write."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: found {type(tensor)!r}, expected a torch.Tensor.")
     if kind in ("alltoall", "reducescatter") and not tensor.dim():
@@ -147,7 +145,6 @@ def _check(kind: str, tensor: Tensor, name: str, op: str, *, in_place: bool) -> 
 
 
 def _rows(num_rows: int, splits: Tensor | Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
-    """How many of an alltoall's rows go to each rank."""
     if splits is None and num_rows % num_ranks:
         raise ValueError(
             f"alltoall got {num_rows} rows and no splits; {num_rows} is not a multiple of "
@@ -170,11 +167,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: it takes part with zeros in the others' all-reduces until every
-    rank has joined.
+    """Take part with zeros in the others' all-reduces until every rank has joined.
 
-    So it does in those of `DistributedOptimizer`. Averages still divide by all ranks. Returns the
+    This includes those of `DistributedOptimizer`. Averages still divide by all ranks. Returns the
     rank that joined last, whose parameters have made all steps: `broadcast_parameters` from there.
-    ``device`` is not needed here.
+    ``device`` is ignored.
     """
     return global_process_set.negotiation.join()

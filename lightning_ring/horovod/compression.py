@@ -9,15 +9,12 @@ from torch import Tensor
 
 
 class WireFormat:
-    """Converts a tensor before it is sent, and back afterwards. ``name`` is that of a compressor
-    of `RingStrategy`.
-    """
+    """Converts a tensor before it is sent, and back. ``name`` is a compressor of `RingStrategy`."""
 
     name: str | None = None
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor to send, and what `decompress` needs."""
         return tensor, None
 
     @staticmethod

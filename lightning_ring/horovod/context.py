@@ -17,8 +17,7 @@ from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.elastic.member import Member
-from lightning_ring.horovod.negotiation import Negotiation
-from lightning_ring.horovod.timeline import Timeline
+from lightning_ring.horovod.negotiation import Negotiation, Timeline
 from lightning_ring.horovod.variables import (
     STALL_WARNING,
     TIMEOUT,
@@ -34,15 +33,13 @@ from lightning_ring.job.ranks import discover_ranks
 
 
 class ProcessSet:
-    """Some ranks of the job, which communicate by themselves. `add_process_set` and ``init``
-    make it usable.
-    """
+    """Some ranks of the job. `add_process_set` or ``init`` makes it usable."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = sorted(set(ranks))
         self.process_set_id: int | None = None
         self._negotiation: Negotiation | None = None
-        # for the buckets of `DistributedOptimizer`, by type of device; a GPU's when one needs it
+        # for `DistributedOptimizer`, by type of device
         self.gradients: dict[str, Communicator] = {}
 
     def size(self) -> int:
@@ -83,11 +80,10 @@ class _Context:
 
 _CPU = torch.device("cpu")
 global_process_set = ProcessSet([])
-# what each `DistributedOptimizer` attaches to the ranks of a generation, and detaches when they may
-# be gone, in the order in which they were made
+# attached to the ranks of a generation, in the order in which they were made
 attachments: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 _context: _Context | None = None
-# where a steward started the ranks (`ringrun --min-ranks`); until the process ends
+# where a steward started the ranks (`ringrun --min-ranks`)
 _views: Views | None = None
 
 
@@ -105,8 +101,7 @@ def context() -> _Context:
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> None:
     """Meet the other ranks, however they were started. Collective; a second call does nothing.
 
-    Where a collective ended because another rank called `shutdown`, it closes what is left, and
-    meets the ranks anew.
+    After another rank's `shutdown` has ended a collective, it meets the ranks anew.
 
     Args:
         comm: Not taken: the ranks are those that the launcher started. Use ``process_sets``.
@@ -117,7 +112,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
         sets = _context.sets.values()
         if not any(one._negotiation and one._negotiation.ended for one in sets):
             return
-        shutdown()  # as some other rank did
+        shutdown()
     if comm is not None:
         raise ValueError(
             f"init got comm={comm!r}; only the ranks of the launcher are taken. Use process_sets."
@@ -149,8 +144,7 @@ def _begin(job: Job, negotiated: Communicator) -> None:
 
 
 def reset() -> None:
-    """Meet the ranks that there are now: `shutdown` and `init`, where the others may be gone.
-    Collective.
+    """`shutdown` and `init`, where other ranks may be gone. Collective.
 
     Every `DistributedOptimizer` goes on over the new ranks, without gradients.
     """
@@ -170,7 +164,7 @@ def reset() -> None:
 
 
 def _leave(*, broken: bool = True) -> None:
-    """Close what this generation has opened; where it is ``broken``, without the others."""
+    """Close this generation; if it is ``broken``, without the others."""
     global _context
     left, _context = _context, None
     if left is None:
@@ -190,9 +184,7 @@ def elastic_views() -> Views | None:
 
 
 def newcomers_wait() -> bool | None:
-    """Whether ranks wait to take part, as far as this one knows; `None` in a job that takes no
-    others.
-    """
+    """Whether ranks wait to take part; `None` in a job that takes no others."""
     return None if _views is None else _views.member.newcomers_wait
 
 
@@ -204,10 +196,9 @@ def _open(job: Job, device: torch.device = _CPU) -> Communicator:
 
 
 def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Communicator:
-    """What carries buckets of ``device``. Collective the first time on a GPU."""
+    """Carries buckets of ``device``. Collective the first time on a GPU."""
     found, kind = context(), device.type
     if kind == "cpu":
-        # as under `RingStrategy`
         found.keeps_freed_memory = found.keeps_freed_memory or keep_freed_memory()
     elif process_set is not global_process_set:
         raise ValueError(
@@ -225,7 +216,6 @@ def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Comm
 def _enter(
     process_set: ProcessSet, communicators: Sequence[Communicator], policy: WaitPolicy
 ) -> None:
-    """``communicators``: for the negotiation and for gradients; none outside of the set."""
     found = context()
     process_set.process_set_id = found.num_sets
     found.sets[found.num_sets] = process_set
@@ -236,15 +226,13 @@ def _enter(
 
 
 def shutdown() -> None:
-    """Close what `init` opened. Collective; `init` may be called again. Runs at the normal end
-    of a script too.
-    """
+    """Close what `init` opened. Collective; runs at the normal end of a script too."""
     if _context is None:
         return
     atexit.unregister(shutdown)
     stop_timeline()
     job = _context.job
-    # all at once: another rank may wait in any of them, and gets an error
+    # all at once: another rank may wait in any of them
     for process_set in _context.sets.values():
         if process_set._negotiation is not None:
             process_set._negotiation.leave()
@@ -265,11 +253,10 @@ def _close(process_set: ProcessSet) -> None:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set usable. All ranks call it, those outside of the set too.
+    """Make a process set usable. All ranks call it.
 
     Raises:
-        ValueError: Ranks ask for different sets, or for a rank that is not there, or a set of the
-            same ranks is there already.
+        ValueError: Ranks ask for different sets, a rank does not exist, or the set exists already.
     """
     found = context()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -300,9 +287,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a process set. All ranks call it. Returns whether it was there; the set of all ranks
-    stays.
-    """
+    """Close a process set, except that of all ranks. All ranks call it. Returns whether it
+    existed."""
     found = context()
     number = process_set.process_set_id
     if process_set is global_process_set or number not in found.sets:
@@ -313,9 +299,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record what the ranks negotiate and run from here to `stop_timeline`, in a Chrome trace
-    that rank 0 writes.
-    """
+    """Record collectives until `stop_timeline`, in a Chrome trace that rank 0 writes."""
     stop_timeline()
     if rank() == 0:
         global_process_set.negotiation.timeline = Timeline(Path(file_path), mark_cycles=mark_cycles)

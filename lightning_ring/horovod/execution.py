@@ -17,7 +17,7 @@ from lightning_ring.horovod.requests import Meta, Metas, Submission
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 FUSION_BYTES = 63 * 2**20  # of one collective, which may be longer by `FUSED_BYTES`
-# a tensor up to this is copied beside others; a longer one costs less where it is
+# a tensor up to this is copied beside others
 FUSED_BYTES = 2**20
 OPS = {
     "Average": ReduceOp.AVG,
@@ -29,7 +29,7 @@ OPS = {
 
 # collectives that all ranks have submitted, by name; a rank that has joined has no meta
 Agreed = Mapping[str, Metas]
-Requests = Mapping[str, Submission]  # this rank's, by name; a rank that has joined may have none
+Requests = Mapping[str, Submission]  # this rank's, by name; none after `join`
 Run = Callable[[Requests], None]
 
 
@@ -49,20 +49,17 @@ class RoundPart(NamedTuple):
 
 
 class RoundPlan(NamedTuple):
-    """Collectives, and the steps that run them: the names that each works on, and a function."""
+    """Collectives and their steps: the names that each works on, and a function."""
 
     agreed: Agreed
     steps: Sequence[tuple[set[str], Run]]
 
 
 class Planner:
-    """Cuts what the ranks have agreed on into steps. All ranks do so with the same collectives,
-    in one order.
-    """
+    """Cuts collectives into steps, the same on all ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        # for fused tensors of one step, which runs to its end before the next one begins
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def plan(self, agreed: Agreed) -> RoundPlan:
@@ -80,9 +77,7 @@ class Planner:
 
 
 def batches(agreed: Agreed) -> list[list[RoundPart]]:
-    """Tensors that travel together: in short all-reduces of one dtype and operation, wherever they
-    stand.
-    """
+    """Tensors that travel together: short all-reduces of one dtype and operation."""
     found: defaultdict[object, list[RoundPart]] = defaultdict(list)
     num_bytes: Counter[object] = Counter()
     for name, metas in agreed.items():
@@ -99,7 +94,7 @@ def batches(agreed: Agreed) -> list[list[RoundPart]]:
 
 
 def _fused_allreduce(batch: Sequence[RoundPart], memory: Tensor, comm: Communicator) -> Run:
-    """All-reduces in one flat buffer. It is made once, and runs at every step."""
+    """All-reduces in one flat buffer, built once and run at every step."""
     meta = batch[0].meta
     keys = [(part.name, part.position) for part in batch]
     flat = memory.view(batch[0].dtype)
@@ -137,7 +132,6 @@ def _allreduce(part: RoundPart, comm: Communicator, requests: Requests) -> None:
 
 
 def _reduce(flat: Tensor, meta: Meta, comm: Communicator) -> None:
-    """Reduce 1-D ``flat`` in place."""
     _scale(flat, meta.prescale)
     if flat.numel() and comm.world_size > 1:
         comm.all_reduce_(flat, op=OPS[meta.op], name="allreduce").wait()
@@ -152,12 +146,10 @@ def _scale(flat: Tensor, factor: float) -> None:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """In memory of the host that nobody else uses."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _hand_over(request: Submission, index: int, result: Tensor) -> None:
-    """Give the caller ``result``, which is memory that nobody else uses."""
     if request.tensors[index].is_cpu and not request.in_place:
         request.result[index] = result
     else:
@@ -165,7 +157,7 @@ def _hand_over(request: Submission, index: int, result: Tensor) -> None:
 
 
 def _deliver(own: Sequence[tuple[Submission, int]], results: list[Tensor]) -> None:
-    """Copy ``results`` to where the callers want them. Tensors of GPUs travel through the host."""
+    """Copy ``results`` to the callers. Tensors of GPUs travel through the host."""
     if not own:
         return
     targets = []
@@ -181,7 +173,6 @@ def _deliver(own: Sequence[tuple[Submission, int]], results: list[Tensor]) -> No
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy under the mode in which ``targets`` may be written."""
     inferred = any(target.is_inference() for target in targets)
     with torch.inference_mode() if inferred else nullcontext():
         torch._foreach_copy_(targets, sources)

@@ -23,9 +23,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> T:
-    """Rank ``root_rank``'s picklable ``obj``, on every rank. The others may give anything, such
-    as `None`.
-    """
+    """Rank ``root_rank``'s picklable ``obj``; the others may give `None`."""
     name = name or "broadcast_object"
     mine = sealed.dumps(obj) if rank() == root_rank else b""
     size = broadcast_(torch.tensor([len(mine)]), root_rank, f"{name}.size", process_set)
@@ -57,8 +55,8 @@ def broadcast_parameters(
 ) -> None:
     """Replace parameters by rank ``root_rank``'s, in place.
 
-    They are those of ``model.state_dict()``, ``model.named_parameters()`` or
-    ``model.parameters()``. What is no tensor is left alone.
+    ``params`` are ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
+    Values that are no tensors are left alone.
     """
     given = params.items() if isinstance(params, Mapping) else params
     named = [
@@ -80,9 +78,7 @@ def broadcast_optimizer_state(
     model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Replace the optimizer's state, and the values of its groups, by rank ``root_rank``'s.
-    ``model`` is not needed.
-    """
+    """Replace the optimizer's state and groups by rank ``root_rank``'s. ``model`` is ignored."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     state = optimizer.state_dict() if rank() == root_rank else None

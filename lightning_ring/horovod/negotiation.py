@@ -1,26 +1,26 @@
-"""Ranks may submit named collectives in different orders: here they agree on one order, and run
-them in it.
+"""Ranks may submit named collectives in different orders: here they agree on one order.
 
-A *cycle* tells the others what this rank has submitted and not run yet. A mask has one byte for
-each collective that all ranks have run before (`Pending`), and the minimum over the ranks leaves
-those that all have submitted: a steady step costs this one short message. Only names that are new
-to some rank travel as objects, in a second message.
+A *cycle* tells the others what this rank has submitted. A mask has one byte for each collective
+that all ranks have run before (`Pending`), and the minimum over the ranks leaves those that all
+have submitted: a steady step costs this one short message. Names that are new to some rank travel
+as objects, in a second message.
 
-A rank takes part in cycles while it has a request that is not done; a rank without one holds the
-others up only where they wait for it anyway. A thread that waits for a result runs the cycles
-itself, so that a short collective costs no change of threads; while nobody waits a thread of this
-module does.
+A rank takes part in cycles while it has an unfinished request. A waiting thread runs the cycles
+itself, which saves a change of threads; otherwise a thread of this module does.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
 import time
+import uuid
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress, count
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,9 +33,11 @@ from lightning_ring.errors import HorovodInternalError, RingError
 from lightning_ring.horovod.execution import Agreed, Planner, RoundPlan
 from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pending
 from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Submission, problem_of
-from lightning_ring.horovod.timeline import Timeline
+from lightning_ring.timeline.clocks import ClockReading
+from lightning_ring.timeline.session import Session
+from lightning_ring.timeline.settings import GENERATOR
 
-# after a submission, until the thread begins a cycle; and the longest pause between idle cycles
+# delay of the thread after a submission; and the longest pause between idle cycles
 CYCLE_SECONDS = 0.001
 SHORTEST_PAUSE = 50e-6
 STALL_SECONDS = 60.0
@@ -51,29 +53,26 @@ log = logging.getLogger("lightning_ring")
 
 
 class Negotiation:
-    """Of the ranks of one process set, over ``comm``, which belongs to it. ``ranks`` are their
-    numbers in the job.
+    """Of the ranks of one process set, over its ``comm``. ``ranks`` are their numbers in the job.
 
-    Buckets of gradients do not wait for it. A rank announces each reduction of them by a request:
-    ranks that have joined then take part in it, and where a rank has left instead, the wait for the
-    buckets ends with an error.
+    Buckets of gradients do not wait for it. A rank announces each reduction by a request: ranks
+    that have joined then take part, and if a rank has left, the wait for the buckets fails.
     """
 
     def __init__(self, comm: Communicator, ranks: list[int], policy: WaitPolicy) -> None:
         self.comm = comm
         self.ranks = ranks
         self.policies = [policy]  # of the communicators that carry gradients
-        self.num_optimizers = 0  # so far
-        # by the name of the announcement, what reduces the gradients of one optimizer
+        self.num_optimizers = 0
+        # by announcement, the reducer of one optimizer
         self.gradients: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self._announced: Submission | None = None  # the last announcement
+        self._announced: Submission | None = None
         self._owed: deque[str] = deque()  # announcements of other ranks since this one joined
-        self.timeline: Timeline | None = None  # set by `start_timeline`
-        # calls without a name so far, by kind
+        self.timeline: Timeline | None = None
         self.unnamed: defaultdict[str, count[int]] = defaultdict(count)
         self._pending = Pending(comm.rank)
         self._leaving = False
-        self.ended: str | None = None  # why nothing can be submitted any more
+        self.ended: str | None = None
         self._cause: BaseException | None = None
         # -- of the cycles, whose lock is held by the thread that runs one
         self._moving = threading.Lock()
@@ -81,7 +80,7 @@ class Negotiation:
         self._since: dict[str, float] = {}
         self._joined: dict[int, None] = {}  # in the order of joining
         self._planner = Planner(comm)
-        self._plans: dict[bytes, RoundPlan] = {}  # by mask
+        self._plans: dict[bytes, RoundPlan] = {}
         self._pause = SHORTEST_PAUSE
         self._next_cycle = 0.0
         # -- of the thread
@@ -91,8 +90,6 @@ class Negotiation:
         self._closed = False
         self._thread = threading.Thread(target=self._run_behind, name="ring-horovod", daemon=True)
         self._thread.start()
-
-    # -- for callers
 
     def submit(self, request: Submission) -> None:
         """Have ``request`` run once every rank has submitted it.
@@ -110,18 +107,16 @@ class Negotiation:
             self._wake_thread()
 
     def meet(self, name: str, op: str = "", *, kind: str = "meeting") -> None:
-        """Return when every rank is here: before what would wait for ever for a rank that has
-        left or, unless it is a barrier, has joined.
-        """
+        """Return when every rank is here. Fails if one has left or (except for a barrier)
+        joined."""
         request = Submission(name, Meta(kind, op=op))
         self.submit(request)
         self.wait(request)
         request.outcome()
 
     def announce(self, name: str, *, again: bool) -> None:
-        """Tell the others that this rank reduces the gradients of ``name``, ``again`` without a
-        step in between. Ranks that have joined then send zeros.
-        """
+        """Announce that this rank reduces the gradients of ``name``, ``again`` without a step in
+        between."""
         if self._announced is not None and not self._announced.done:
             self.wait(self._announced)  # ranks that have joined take part in one order
         request = Submission(name + _AGAIN * again, Meta(GRADIENTS))
@@ -130,16 +125,14 @@ class Negotiation:
         self._announced = request
 
     def join(self) -> int:
-        """Take part in the others' all-reduces and gradients with zeros until all ranks are
-        here; the last one's.
-        """
+        """Take part with zeros until all ranks are here; returns the last one."""
         request = Submission(JOIN, Meta(JOIN))
         self.submit(request)
         while True:
             self.wait(request, or_owed=True)
             if not self._owed:
                 break
-            # in this thread: others run the cycles that the ranks need meanwhile
+            # in this thread, while others run cycles
             name = self._owed.popleft()
             gradients = self.gradients.get(name.removesuffix(_AGAIN))
             if gradients is None:
@@ -154,9 +147,7 @@ class Negotiation:
         return last
 
     def wait(self, request: Submission, *, or_owed: bool = False) -> None:
-        """Run cycles until ``request`` is done; or, with ``or_owed``, there are gradients to take
-        part in.
-        """
+        """Run cycles until ``request`` is done or, with ``or_owed``, gradients are owed."""
         self._waiters.append(None)
         try:
             while not (request.done or (or_owed and self._owed)):
@@ -171,9 +162,7 @@ class Negotiation:
                 self._wake_thread()
 
     def leave(self) -> None:
-        """Tell the others that this rank submits no more, without waiting for them: what they
-        wait for ends.
-        """
+        """Tell the others that this rank submits no more, without waiting for them."""
         self._leaving = self._pending.fresh = True
         self._wake_thread()
 
@@ -193,14 +182,12 @@ class Negotiation:
         else:
             self.comm.abandon()
 
-    # -- who runs the cycles
-
     def _wake_thread(self) -> None:
         self._alarm_is_set = True
         self._alarm.set()
 
     def _run_behind(self) -> None:
-        """Run cycles while nobody waits; one who does runs them, and sets the alarm afterwards."""
+        """Run cycles while nobody waits."""
         while not self._closed:
             self._alarm.wait()
             # before it looks: what is submitted from now on sets it again
@@ -215,7 +202,6 @@ class Negotiation:
                     self._cycle()
 
     def _rest(self) -> None:
-        """Until the next cycle, after some in which nothing happened."""
         pause = self._next_cycle - time.monotonic()
         if pause > 0 and not self._pending.fresh:
             time.sleep(pause)
@@ -223,11 +209,10 @@ class Negotiation:
     # -- a cycle, under `_moving`
 
     def _cycle(self) -> None:
-        """Tell the other ranks what was submitted, and run what all of them have."""
         if self.ended is not None or not (self._pending.requests or self._leaving):
             return
         try:
-            # no mode, and no transform, of the code that happens to wait takes part in this
+            # modes and transforms of the waiting code take no part in this
             with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
                 self._exchange()
         except BaseException as error:
@@ -236,7 +221,7 @@ class Negotiation:
                 why = "the script was interrupted inside a collective."
             self._end(why, error)
             if not isinstance(error, RingError) and self.comm.world_size > 1:
-                # of this rank alone: the others get an error as soon as they need this rank
+                # an error of this rank alone: the others fail when they need it
                 ending = torch.zeros(1, dtype=torch.uint8)
                 with suppress(RingError):
                     self.comm.all_reduce_(ending, name="the end, after an error of some rank")
@@ -277,8 +262,7 @@ class Negotiation:
             self._pause = min(2 * self._pause, CYCLE_SECONDS)
 
     def _run_numbered(self, common: bytes) -> None:
-        """Run what the mask tells. Its steps are planned once."""
-        # a rank that has joined takes part in less
+        """Run what the mask tells, planned once."""
         plan = None if self._joined else self._plans.get(common)
         if plan is None:
             plan = self._plan(dict(map(self._pending.agreed, compress(count(), common))))
@@ -289,9 +273,7 @@ class Negotiation:
         self._run(plan)
 
     def _hear(self, news: Sequence[Submission]) -> None:
-        """Exchange names that some rank submits for the first time, or with another tensor than
-        before.
-        """
+        """Exchange names that are new to some rank, or have another tensor than before."""
         now = time.monotonic()
         mine = [(request.name, request.meta, now - request.since) for request in news]
         told: list[list[tuple[str, Meta, float]]] = self.comm.all_gather_object(
@@ -309,7 +291,6 @@ class Negotiation:
                 self._since[name] = min(self._since.get(name, now), now - age)
 
     def _run_named(self) -> bool:
-        """Run what every rank has submitted or has joined."""
         ready = {
             name: metas
             for name, metas in self._table.items()
@@ -331,7 +312,7 @@ class Negotiation:
         return True
 
     def _plan(self, ready: Agreed) -> RoundPlan:
-        """Of those whose tensors fit together. The others end with an error."""
+        """Plan what fits together. The rest fails."""
         good, joined = {}, list(self._joined)
         for name, metas in ready.items():
             if problem := problem_of(name, metas, joined, self.ranks):
@@ -374,3 +355,30 @@ class Negotiation:
                     ranks_text(missing),
                     STALL_SECONDS,
                 )
+
+
+class Timeline:
+    """A Chrome trace of one process set, from now until `write`.
+
+    Each name is a row: the wait for all ranks, then the run.
+    """
+
+    def __init__(self, path: Path, *, mark_cycles: bool) -> None:
+        self._mark_cycles = mark_cycles
+        began, zero = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
+        run = {"generator": GENERATOR, "run": uuid.uuid4().hex[:12], "began": began.isoformat()}
+        clock = ClockReading(0.0, 0.0, zero, shared=True)
+        self._session = Session(path, run | {"world_size": 1}, 0, zero, clock, None)
+        epoch = {"start_time_since_epoch_in_micros": int(began.timestamp() * 1e6)}
+        self._session.recorder.slice("cycles", "START", zero, zero, epoch)
+        self.write = self._session.finish
+
+    def cycle(self) -> None:
+        if self._mark_cycles:
+            now = time.monotonic()
+            self._session.recorder.slice("cycles", "CYCLE_START", now, now)
+
+    def ran(self, name: str, kind: str, submitted: float, began: float) -> None:
+        what, slice_ = kind.upper(), self._session.recorder.slice
+        slice_(name, f"NEGOTIATE_{what}", submitted, began)
+        slice_(name, what, began, time.monotonic())

@@ -21,9 +21,7 @@ Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def _in_place(start_it: Callable[P, int], name: str, *, waits: bool = False) -> Callable[P, Any]:
-    """Of a function that returns a handle: the one whose results go into its tensors, or the one
-    that waits for them too.
-    """
+    """From a function that returns a handle: the in-place one, or the one that waits too."""
 
     @functools.wraps(start_it)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -39,7 +37,7 @@ def _in_place(start_it: Callable[P, int], name: str, *, waits: bool = False) -> 
 def _grouped(
     single: Callable[Concatenate[Tensor, P], Any],
 ) -> Callable[Concatenate[Sequence[Tensor], P], Any]:
-    """Of a function of one tensor: the one of several, which has a list of results."""
+    """From a function of one tensor: the grouped one."""
 
     @functools.wraps(single)
     def call(tensors: Sequence[Tensor], *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -64,16 +62,13 @@ class _Through(torch.autograd.Function):
 
 
 def _through(run: Run, back: Run, tensors: T, compression: Any = Compression.none) -> T:
-    """``run`` on one tensor, or on several, which come back as a list."""
+    """``run`` on one tensor, or on a list."""
     group = group_of(tensors)
     sent = [compression.compress(tensor) for tensor in group]
     found = _Through.apply(run, back, *[tensor for tensor, _ in sent])
     contexts = [context for _, context in sent]
     results: Any = [*map(compression.decompress, found, contexts)]
     return results if group is tensors else results[0]
-
-
-# -- allreduce
 
 
 def allreduce_async(
@@ -132,9 +127,7 @@ grouped_allreduce = _grouped(allreduce)
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: str = Average, process_set: ProcessSet = _ALL
 ) -> Callable[[], Tensor]:
-    """All-reduce a sparse tensor: every rank gets all entries. Returns a function that waits for
-    the result.
-    """
+    """All-reduce a sparse tensor. Returns a function that waits for all ranks' entries."""
     if reduction(None, op) not in (Average, Sum):
         raise NotImplementedError(f"sparse_allreduce_async got op={op}, expected Average or Sum.")
     whole = tensor.coalesce()
@@ -150,16 +143,13 @@ def sparse_allreduce_async(
     return result
 
 
-# -- allgather
-
-
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _ALL) -> int:
     """Start `allgather` and return its handle."""
     return start("allgather", torch.atleast_1d(tensor), name, process_set)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _ALL) -> Tensor:
-    """The ranks' tensors, one after the other in the first dimension, in which they may differ."""
+    """The ranks' tensors, concatenated; their first dimensions may differ."""
     own = torch.tensor([[one.shape[:1].numel() for one in group_of(tensor)]])
 
     def run(sent: Any) -> Any:
@@ -176,9 +166,6 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 grouped_allgather_async = _grouped(allgather_async)
 grouped_allgather = _grouped(allgather)
-
-
-# -- broadcast
 
 
 def broadcast_async(
@@ -218,9 +205,6 @@ def broadcast(
     return _through(run, back, tensor)
 
 
-# -- alltoall
-
-
 def alltoall_async(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
@@ -229,7 +213,7 @@ def alltoall_async(
 ) -> int:
     """Start an `alltoall` and return its handle.
 
-    `synchronize` returns the rows and the received splits, even if no splits were given.
+    `synchronize` returns the rows and the received splits.
     """
     return start("alltoall", tensor, name, process_set, splits=splits)
 
@@ -240,11 +224,9 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = _ALL,
 ) -> Any:
-    """Send ``splits[r]`` rows of ``tensor`` to rank r, and return what this rank got from ranks 0,
-    1, ...
+    """Send ``splits[r]`` rows of ``tensor`` to rank r; return the rows from ranks 0, 1, ...
 
-    Without ``splits`` every rank gets as many rows. With them the numbers of received rows are
-    returned too.
+    Without ``splits`` every rank gets as many rows; with them received splits are returned too.
     """
     shape = tensor.shape
 
@@ -259,9 +241,6 @@ def alltoall(
 
     found, received = _Through.apply(run, back, tensor)
     return found if splits is None else (found, received)
-
-
-# -- reducescatter
 
 
 def reducescatter_async(
@@ -288,9 +267,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce ``tensor`` over the ranks. Each gets its rows of the result; the first ranks may
-    get one more.
-    """
+    """Reduce ``tensor``. Each rank gets its rows; the first ranks may get one more."""
     factors = prescale_factor, postscale_factor
 
     def run(sent: Any) -> Any:

@@ -49,7 +49,7 @@ def DistributedOptimizer(
 ) -> Any:
     """Have ``optimizer`` step gradients that are reduced over all ranks. Returns the same object.
 
-    It gets the methods ``synchronize()``, which completes the gradients, for clipping them,
+    It gets the methods ``synchronize()``, which completes the gradients (for clipping),
     ``skip_synchronize()``, around the step after it, and ``set_backward_passes_per_step()``. All
     ranks call it, in one order.
 
@@ -67,7 +67,7 @@ def DistributedOptimizer(
         process_set: The ranks that train together; on others the optimizer stays as it is.
 
     Raises:
-        ValueError: The names do not fit the parameters, or an argument cannot work.
+        ValueError: Names or another argument cannot work.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -129,9 +129,7 @@ def _named(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter
 
 @dataclass
 class _Averaging:
-    """How the gradients of one optimizer are reduced, over the ranks of one generation after the
-    other: a reducer, and the hooks that complete it before a step.
-    """
+    """Reduces the gradients of one optimizer: a reducer, and the hooks that complete it."""
 
     named: Named
     process_set: ProcessSet
@@ -139,10 +137,9 @@ class _Averaging:
     passes: int
     op: str
     sparse_as_dense: bool
-    _hooks: list[Any] = field(default_factory=list)  # without any, no gradients are reduced
+    _hooks: list[Any] = field(default_factory=list)
 
     def attach(self, optimizer: Any) -> None:
-        """Reduce gradients over the ranks that there are now."""
         optimizer.set_backward_passes_per_step = self.set_backward_passes_per_step
         ranks = self.process_set
         if ranks.process_set_id is not None and (not ranks.included() or ranks.size() == 1):
@@ -167,17 +164,17 @@ class _Averaging:
     def _reduce(self, optimizer: Optimizer, comm: Communicator) -> None:
         self._own = params_of(optimizer)
         self._counts: Counter[Tensor] = Counter()
-        self._completed = False  # since the last backward and the last step
+        self._completed = False
         self._skips = False
         self._has_joined = False
-        # of the last reduction that this rank took part in by joining
+        # of the last reduction after `join`
         self._averages: Sequence[Tensor | None] = ()
         self._stepped = True  # since the last reduction, or there was none
-        self._sparse: set[Tensor] = set()  # with gradients that travel dense
+        self._sparse: set[Tensor] = set()  # they travel dense
         params = dict.fromkeys(param for _, param in self.named)
         frozen = [one for one in params if not one.requires_grad and one.is_floating_point()]
         for param in frozen:
-            # for a moment: those that become trainable later are reduced too
+            # for a moment, for those that become trainable later
             param.requires_grad_(True)
         self._hooks = [
             # before the reducer's
@@ -185,7 +182,7 @@ class _Averaging:
             for param in params
             if param.requires_grad
         ]
-        # a new one, without what an earlier generation has kept
+        # without the residuals of an earlier generation
         compressor = copy.deepcopy(self.compression)
         if compressor is not None:
             compressor.check_optimizers([optimizer])
@@ -194,7 +191,7 @@ class _Averaging:
             self.named,
             compressor=compressor,
             gathers_sparse=not self.sparse_as_dense,
-            # what a reducer says of sparse gradients names RingStrategy's arguments
+            # its messages name RingStrategy's arguments
             warn=lambda text: None,
             before_backward=self._before_backward,
         )
@@ -213,15 +210,13 @@ class _Averaging:
         self._finalizer.atexit = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the argument of `DistributedOptimizer`, between two steps. All ranks call it."""
+        """Change the argument between two steps. All ranks call it."""
         self.passes = passes
         if self._hooks:
             self._begin_step()
 
     def detach(self) -> None:
-        """Leave the optimizer and its parameters as they were; the ranks may be gone. What is under
-        way is not waited for.
-        """
+        """Leave the optimizer and its parameters as they were, without waiting for other ranks."""
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -229,7 +224,7 @@ class _Averaging:
         self._hooks = []
         self._finalizer()  # removes the reducer's
         for _, param in self.named:
-            # part of a step that is done again, in memory of the last generation
+            # in memory of the last generation
             param.grad = None
 
     def synchronize(self) -> None:
@@ -237,7 +232,7 @@ class _Averaging:
         self._pause.close()
         self._reducer.finish()
         if self._reducer.num_finished == self._finished_before:
-            if not self._counts:  # without a backward, what code of the script has put there
+            if not self._counts:  # without a backward
                 self._reducer.take_assigned()
             with self._reducer.backward():
                 pass
@@ -251,7 +246,6 @@ class _Averaging:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Around a step whose gradients `synchronize` has completed."""
         self._skips = True
         try:
             yield
@@ -259,16 +253,14 @@ class _Averaging:
             self._skips = False
 
     def send_zeros(self, *, again: bool) -> None:
-        """After `join`: take part where the others reduce their gradients, ``again`` without a step
-        in between.
-        """
+        """After `join`: take part in a reduction of the others."""
         self._has_joined, self._stepped = True, not again
         try:
             self._averages = self._reducer.send_zeros(self._averages if again else ())
         finally:
             self._has_joined = False
         self._finished_before += 1
-        self._stepped = True  # as the others will have before they join
+        self._stepped = True  # as for the others before they join
 
     def _before_backward(self) -> None:
         self._reducer.num_steps += self._stepped

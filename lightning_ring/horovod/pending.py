@@ -1,4 +1,4 @@
-"""What this rank has submitted and not run yet, and how the other ranks are told of it."""
+"""What this rank has submitted and not run yet."""
 
 from __future__ import annotations
 
@@ -26,33 +26,31 @@ class Numbered(NamedTuple):
 
 
 class Pending:
-    """Requests by name. Callers add them in any thread; the cycles of `Negotiation` take them, in
-    one at a time.
+    """Requests by name. Callers add them in any thread; `Negotiation` takes them, one thread at a
+    time.
 
-    A request that all ranks have run before has a number: a byte of the mask tells it. Others are
-    told by name. All ranks give and free numbers at the same points of the negotiation, so that
-    numbers need no exchange.
+    A request that all ranks have run before has a number, its byte in the mask. All ranks give and
+    free numbers at the same points, so that numbers need no exchange.
     """
 
     def __init__(self, rank: int) -> None:
         self.requests: dict[str, Submission] = {}
-        self.known: dict[str, Numbered] = {}  # in the order of adding
+        self.known: dict[str, Numbered] = {}
         self.fresh = False  # something was added since the last mask was made
         self._rank = rank
-        self._names: list[str] = []  # by number
+        self._names: list[str] = []
         self._free: list[int] = []
-        # names whose tensors came in other sizes: they are told by name each time
+        # names whose tensors came in other sizes
         self._changing: set[str] = set()
-        self._news: list[Submission] = []  # to tell by name
+        self._news: list[Submission] = []
         self._mask = bytearray(HEAD)
-        # held for moments, by whoever changes one of these
         self._lock = threading.Lock()
 
     def add(self, request: Submission) -> None:
-        """Take ``request``.
+        """Add ``request``.
 
         Raises:
-            ValueError: One of that name is here already.
+            ValueError: Its name is pending already.
         """
         with self._lock:
             if request.name in self.requests:
@@ -73,7 +71,7 @@ class Pending:
             self.fresh = True
 
     def tell(self, *, leaving: bool) -> tuple[bytearray, list[Submission]]:
-        """The mask of the next cycle, and the requests that it tells by name."""
+        """The mask of the next cycle, and the requests that have no number."""
         with self._lock:
             self.fresh = False
             news, self._news = self._news, []
@@ -85,7 +83,6 @@ class Pending:
     def finish(
         self, names: Iterable[str], error: str | None = None, cause: BaseException | None = None
     ) -> None:
-        """The requests of ``names`` are done."""
         with self._lock:  # first: the caller may submit the name again at once
             done = [self.requests.pop(name) for name in names if name in self.requests]
             for request in done:
@@ -101,9 +98,7 @@ class Pending:
         return name, self.known[name].metas
 
     def number(self, name: str, metas: Metas) -> None:
-        """From the next mask on ``name`` is told by number, if it is expected again with tensors of
-        the same size.
-        """
+        """Give ``name`` a number, if tensors of the same size are expected again."""
         if UNNAMED in name or name in self._changing or len(self.known) >= CAPACITY:
             return
         with self._lock:
@@ -113,7 +108,7 @@ class Pending:
             self._mask += bytes(HEAD + len(self._names) - len(self._mask))
 
     def forget(self, name: str, *, changed: bool = False) -> None:
-        """Free a number; what was told by it is told by name."""
+        """Free a number."""
         with self._lock:
             self._free.append(self.known.pop(name).number)
             if changed:
@@ -122,7 +117,7 @@ class Pending:
                 self._tell_by_name([self.requests[name]])
 
     def tell_old_ones_by_name(self, before: float) -> None:
-        """Of requests that were added ``before``: a mask does not tell which ranks lack one."""
+        """For requests added ``before``: a mask does not tell which ranks lack one."""
         with self._lock:
             self._tell_by_name(one for one in self.requests.values() if one.since < before)
 

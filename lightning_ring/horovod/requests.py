@@ -1,6 +1,4 @@
-"""What a rank submits, what it tells the others of it, and whether the ranks' tensors fit
-together.
-"""
+"""What a rank submits, and whether the ranks' tensors fit together."""
 
 from __future__ import annotations
 
@@ -15,18 +13,18 @@ from torch import Tensor
 from lightning_ring.errors import HorovodInternalError
 
 JOIN = "join"  # the name and the kind of `join`
-# the kind, and the beginning of the name, of what `DistributedOptimizer` announces
+# kind and prefix of what `DistributedOptimizer` announces
 GRADIENTS = "gradients"
 
 
 class Meta(NamedTuple):
-    """What the other ranks have to know of a request. ``root`` is a rank of the process set.
+    """What the other ranks know of a request. ``root`` is a rank of the process set.
 
-    A tuple, since a step makes and compares one a gradient.
+    A tuple, since a step makes one a gradient.
     """
 
     kind: str  # a collective's name; or "barrier", "meeting", "gradients" or "join"
-    shapes: tuple[tuple[int, ...], ...] = ()  # of its tensors: several in a grouped call
+    shapes: tuple[tuple[int, ...], ...] = ()  # several in a grouped call
     dtypes: tuple[torch.dtype, ...] = ()
     op: str = ""
     prescale: float = 1.0
@@ -38,30 +36,26 @@ class Meta(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """A submitted collective, of one tensor or of a group. ``result`` is there once it is ``done``:
-    a list, as long as ``tensors``.
-    """
+    """A submitted collective. ``result`` is a list, as long as ``tensors``, once it is ``done``."""
 
     name: str
     meta: Meta
     tensors: Sequence[Tensor] = ()
     in_place: bool = False  # results go into the tensors, else into new memory
     since: float = field(default_factory=time.monotonic)
-    number: int | None = None  # under which the others are told of it
+    number: int | None = None
     done: bool = False
     result: Any = None
     error: HorovodInternalError | None = None
     on_error: Callable[[HorovodInternalError], object] | None = None
 
     def fail(self, error: str, cause: BaseException | None) -> None:
-        """``cause``: another rank failed."""
         self.error = HorovodInternalError(error)
         self.error.__cause__ = cause
         if self.on_error is not None:
             self.on_error(self.error)
 
     def outcome(self) -> Any:
-        """``result``, or the error that the collective ended with."""
         if self.error is not None:
             raise self.error
         return self.result
@@ -74,9 +68,9 @@ Metas = Mapping[int, Meta]
 def problem_of(
     name: str, metas: Metas, joined: Sequence[int], members: Sequence[int]
 ) -> str | None:
-    """Why the ranks' requests of one name cannot run together; the same text on every rank.
+    """Why the ranks' requests of one name cannot run together, alike on every rank.
 
-    ``members`` are the ranks of the process set by their numbers in the job, which the text shows.
+    ``members`` are the ranks of the process set by their numbers in the job.
     """
     ranks = sorted(metas)
     for facts in zip(*(_facts(metas[rank]) for rank in ranks), strict=False):
@@ -93,7 +87,6 @@ def problem_of(
 
 
 def _facts(meta: Meta) -> Iterator[tuple[str, object]]:
-    """What the ranks' requests must agree in."""
     yield "operations", meta.kind
     yield "devices", meta.device
     yield "reduce operations", meta.op

@@ -12,10 +12,9 @@ from lightning_ring.horovod.operations import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm whose training statistics are those of all ranks' samples together, whose numbers
-    may differ.
+    """BatchNorm with statistics over all ranks' samples, whose numbers may differ.
 
-    In evaluation the running statistics are used. On CPUs as on GPUs.
+    In evaluation the running statistics are used.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -64,8 +63,6 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _summed(what: str, own: Tensor) -> Tensor:
-    """Over all ranks. Layers of one width share a name, one after the other: it is told by number
-    then.
-    """
+    """Layers of one width share a name: it is told by number then."""
     name = f"sync_batch_norm.{what}.{own.shape[-1]}.{own.dtype}"
     return allreduce(own, name=name, op=Sum)

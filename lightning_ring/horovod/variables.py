@@ -1,6 +1,4 @@
-"""How long ranks wait, and Horovod's variables: HOROVOD_CPU_OPERATIONS and
-HOROVOD_START_TIMEOUT.
-"""
+"""Timeouts, and Horovod's variables: HOROVOD_CPU_OPERATIONS and HOROVOD_START_TIMEOUT."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ STALL_WARNING = timedelta(seconds=60)
 
 
 def cpu_backend() -> str:
-    """The library that moves CPU tensors, a backend of `open_communicator`: shared memory within a
-    node where it is left open.
+    """The backend of CPU tensors; shared memory within a node by default.
 
     Raises:
         ConfigurationError: The variable names another library.
@@ -37,8 +34,7 @@ def cpu_backend() -> str:
 
 @contextmanager
 def within_start_timeout() -> Iterator[None]:
-    """End this process, and with it the job, where the block takes longer than the variable's
-    seconds; without it ranks wait as long as `init` does.
+    """End this process, and so the job, if the block takes longer than the variable's seconds.
 
     Raises:
         ConfigurationError: The variable is not a number above 0.

@@ -1,6 +1,4 @@
-"""The ranks of a job that goes on when ranks die (`lightning_ring.elastic`), as `init` opens
-them.
-"""
+"""The ranks of a job that goes on when ranks die, as `init` opens them."""
 
 from __future__ import annotations
 
@@ -28,17 +26,14 @@ from lightning_ring.job.job import Job
 
 
 class RanksChanged(HorovodInternalError, GenerationOver):
-    """A rank died, or others stop to let newcomers in: the collectives of this generation are
-    over.
-    """
+    """A rank died, or others stop for newcomers."""
 
 
 class Views:
-    """This process in the job of a steward, from the first `init` to its end. Constructing it
-    connects.
+    """This process in the job of a steward. Constructing it connects.
 
     Attributes:
-        has_state: Whether this rank has synchronised, so that others can get the state from it.
+        has_state: Whether others can get the state from this rank.
     """
 
     def __init__(self) -> None:
@@ -51,20 +46,18 @@ class Views:
         self._generations = Generations(
             self.member, cpu_backend(), torch.device("cpu"), TIMEOUT, STALL_WARNING
         )
-        self._policy: WaitPolicy | None = None  # of the negotiation
+        self._policy: WaitPolicy | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Numbers of the processes, by rank."""
         view = self.member.view
         assert view is not None, "open() comes first"
         return view.members
 
     def open(self, enter: Callable[[Job, Communicator], None], leave: Callable[[], None]) -> None:
-        """Take part in the next view, and call ``enter`` with its job and communicator. Collective.
+        """Take part in the next view, and call ``enter``. Collective.
 
-        Blocks until all its ranks are there, and begins again where one dies meanwhile: ``leave``
-        closes what ``enter`` has opened.
+        If a rank dies meanwhile, ``leave`` closes what ``enter`` opened, and it begins again.
         """
         attempts = 0
         while True:
@@ -91,11 +84,10 @@ class Views:
             self.close(broken=True)
 
     def is_over(self, error: BaseException) -> bool:
-        """Whether ``error`` may come from a death or from newcomers, so that the job goes on after
-        it.
+        """Whether ``error`` may come from a death or from newcomers.
 
         Raises:
-            JobEnded: It comes from the end of the job.
+            JobEnded: The job has ended.
         """
         if isinstance(error, HorovodInternalError):
             if isinstance(error.__cause__, JobEnded):
@@ -104,19 +96,18 @@ class Views:
         return is_from_a_peer(error) and self.member.is_over(BLAME_SECONDS)
 
     def break_off(self) -> None:
-        """End every wait of this rank for another one, in any thread."""
+        """End every wait of this rank, in any thread."""
         over = RanksChanged("the ranks of this generation do not go on together.")
         if self._policy is not None:
             self._policy.fail(over)
         self.member.on_stop(over)
 
     def close(self, *, broken: bool) -> None:
-        """End the generation, whose communicators are closed already."""
+        """End the generation, whose communicators are closed."""
         error = RanksChanged("the generation is over.") if broken else None
         self._generations.close(error)
 
     def _finish(self) -> None:
-        """At the end of the process."""
         with contextlib.suppress(RingError):
             self.member.finish()
             self.member.close()

@@ -56,12 +56,10 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     """Synchronous data-parallel training in a loop of Fabric's: ``Fabric(strategy="ring")``,
     ``"ring_sharded"``.
 
-    Each module that is set up is kept together over the ranks by an algorithm of its own, with rank
-    0's values at the start. ``loss.backward()`` and ``fabric.backward(loss)`` average gradients.
-    The module's state dict has no prefix.
+    An algorithm keeps each module's replicas together, from rank 0's values on. ``loss.backward()``
+    and ``fabric.backward(loss)`` average gradients. The module's state dict has no prefix.
 
-    A subclass of Fabric's `DDPStrategy`, by whose class Fabric decides; nothing of
-    DistributedDataParallel is left.
+    A subclass of `DDPStrategy` only because Fabric decides by its class.
 
     Args:
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
@@ -115,14 +113,11 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self._backward_sync_control = BackwardSyncControl()
         self._broadcasts_buffers = broadcast_buffers
         self.timeline: LoopTimeline | None = None
-        # in the order of their set-up
         self._modules: WeakValueDictionary[int, RingModule] = WeakValueDictionary()
         self._num_modules = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingFabricStrategy:
-        return self  # what ``fabric.setup`` returns holds it, and a copy of that is of the same job
-
-    # -- ranks and devices
+        return self  # what ``fabric.setup`` returns holds it
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
@@ -149,22 +144,18 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return [module.replicas for module in self._modules.values()]
 
     def show_averages(self) -> None:
-        """Before an evaluation, where ranks train alone (``"ring_local"``): parameters become the
-        ranks' average.
+        """Before an evaluation under ``"ring_local"``: parameters become the ranks' average.
 
-        Until the next forward of the training. All ranks call it. `Fabric.save` does it by itself.
+        Lasts until the next forward of the training. All ranks call it; `Fabric.save` does so too.
         """
         for replicas in self._all_replicas():
             replicas.show_averages()
 
     def wait_parameters(self) -> None:
-        """Return when all parameters are complete, before code reads them between two steps under
-        ``"ring_sharded"``.
-        """
+        """Return when all parameters are complete, before code reads them under
+        ``"ring_sharded"``."""
         for replicas in self._all_replicas():
             replicas.wait_parameters()
-
-    # -- modules and optimizers
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         algorithm = self.options.new_algorithm()
@@ -205,24 +196,19 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return super().optimizer_step(optimizer, **kwargs)
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Replicas]:
-        """The replicas with parameters of ``optimizer``, whose backwards are complete now; under a
-        sharded algorithm at most one.
-        """
+        """The replicas that ``optimizer`` steps, whose backwards are complete now."""
         stepped = [replicas for replicas in self._all_replicas() if replicas.steps(optimizer)]
         for replicas in stepped:
             replicas.algorithm.backwards.finish()
         return stepped
 
     def _algorithm_of(self, optimizer: Any) -> Algorithm:
-        """That of all modules that ``optimizer`` steps, whose backwards are complete now."""
         found = self._stepped_by(optimizer)
         return found[0].algorithm if found else Algorithm()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         warn_of_padding(dataloader, self.world_size)
         return dataloader
-
-    # -- gradients
 
     def clip_gradients_norm(
         self,
@@ -260,8 +246,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return self._reduce(tensor, group, reduce_op)
 
-    # -- checkpoints
-
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return super().get_module_state_dict(_complete(module))
 
@@ -272,9 +256,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         super().load_module_state_dict(_complete(module), state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ordinary, full state dict; under a sharded algorithm on rank 0, and empty
-        elsewhere. Collective.
-        """
+        """The full state dict; if sharded, empty except on rank 0. Collective."""
         algorithm = self._algorithm_of(optimizer)
         if not algorithm.sharded:
             return super().get_optimizer_state(optimizer)
@@ -317,8 +299,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
 @dataclass
 class _LoadsState:
-    """An optimizer to `DDPStrategy`: gets its state from a checkpoint."""
-
     load_state_dict: Callable[[dict[str, Any]], None]
     state_dict: Callable[[], dict[str, Any]] = dict
 
@@ -328,7 +308,6 @@ def _replicas_in(state: dict[str, Any]) -> Iterator[tuple[str, Replicas]]:
 
 
 def _complete(module: nn.Module) -> nn.Module:
-    """The user's module, when all of its parameters have arrived."""
     if not isinstance(module, RingModule):
         return module
     module.replicas.wait_parameters()
@@ -340,10 +319,8 @@ def _warn(message: str) -> None:
 
 
 class RingModule(nn.Module):
-    """``module`` as Fabric calls it, as DistributedDataParallel would be: Fabric leads methods that
-    are marked as forward methods through it, in the precision of the training. Its replicas last as
-    long as it does.
-    """
+    """``module`` as Fabric calls it: forward methods run through it, in the training's
+    precision."""
 
     replicas: Replicas
 

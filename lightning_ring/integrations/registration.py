@@ -1,7 +1,7 @@
 """Registers the strategies when Lightning is imported.
 
-Importing lightning_ring itself does not import Lightning, which takes seconds. ``ringrun``,
-data-loader workers, and scripts that use only optimizers or communicators do not need it.
+Importing Lightning takes seconds, which ``ringrun``, data-loader workers, and many scripts do not
+need.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _NAMES = (*ALGORITHMS, _ELASTIC)
 
 
 def register_strategies() -> None:
-    """Register the names of `ALGORITHMS` with the Trainer and with Fabric, and "ring_elastic" with
-    the Trainer: now, or as soon as each is imported.
-    """
+    """Register `ALGORITHMS` with the Trainer and Fabric, and "ring_elastic" with the Trainer."""
     _after_import("lightning.pytorch", _register_with_the_trainer)
     _after_import("lightning.fabric", _register_with_fabric)
     _after_import("pytorch_lightning", _register_with_the_other_package)
@@ -62,13 +60,12 @@ def _add(registry: Any, names: Iterable[str], make: Callable[..., Any], caller: 
 
 
 def choose_our_environment(connector: type, names: Iterable[str], caller: str) -> None:
-    """Have ``connector`` take a `RingEnvironment` for a strategy of ``names``, as it does for
-    `RingStrategy()`.
+    """Have ``connector`` take a `RingEnvironment` for a strategy of ``names``.
 
-    Lightning chooses a cluster environment before it builds the strategy, and only then takes the
-    strategy's own. By then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants
-    ``--ntasks-per-node``), or its `MPIEnvironment` has started MPI in a process that may not be a
-    rank. It offers no way to say so earlier. A cluster environment among the plugins is refused.
+    Lightning chooses a cluster environment before it builds the strategy. Its `SLURMEnvironment`
+    would refuse ``srun -n 2`` (it wants ``--ntasks-per-node``), its `MPIEnvironment` start MPI in a
+    process that may not be a rank. It offers no way to say so earlier. A cluster environment among
+    the plugins is refused.
     """
     check: Callable[..., None] = connector._check_config_and_set_final_flags  # type: ignore[attr-defined]
 
@@ -119,8 +116,7 @@ def _after_import(name: str, then: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     """Finds one module as other finders do, and calls ``then`` after its execution.
 
-    Lightning loads entry points for callbacks only, and Python has no hook for the end of an
-    import.
+    Lightning loads entry points for callbacks only, and Python has no hook after an import.
     """
 
     name: str

@@ -52,9 +52,9 @@ def open_communicator(
     """Give ``job`` a new communicator, and close the one before. Collective.
 
     The arguments are those of `RingStrategy`; ``device`` is where gradients live.
-    ``backend="auto"`` is NCCL on CUDA, XCCL on Intel's GPUs; on CPU shared memory in a node, else
-    MPI where it started the ranks, else Gloo, and between nodes Gloo, unless MPI may have a better
-    network than TCP.
+    ``backend="auto"`` is NCCL on CUDA and XCCL on Intel's GPUs. On CPU it is shared memory in a
+    node, else MPI where it started the ranks, else Gloo; between nodes Gloo, or MPI where every
+    host has RDMA.
 
     Raises:
         ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the
@@ -66,7 +66,7 @@ def open_communicator(
     nested = is_hierarchical(topology, nodes, device.type, info.rank)
     chosen = across = _chosen(backend, info, device)
     if backend == "auto" and chosen == "mpi" and len(nodes) > 1:
-        # over TCP Gloo is the faster one (docs/performance.md); it cannot use RDMA
+        # Over TCP Gloo is faster, but it cannot use RDMA.
         across = "mpi" if all(member.rdma for member in job.members) else "gloo"
     policy = job.policy = WaitPolicy(timeout, job.check, stall_warning)
     kept: KeptMemory | None = None
@@ -120,9 +120,7 @@ def _chosen(backend: str, info: RankInfo, device: torch.device) -> str:
 
 
 def is_hierarchical(topology: str, nodes: Nodes, device_type: str, rank: int = 0) -> bool:
-    """Whether ranks on ``nodes`` take hierarchical communicators; for ``"auto"`` rank 0 logs why
-    not, at INFO.
-    """
+    """Whether to nest rings on ``nodes``; for ``"auto"`` rank 0 logs why not, at INFO."""
     if topology == "flat":
         return False
     obstacle = _obstacle(nodes, device_type)
@@ -161,9 +159,9 @@ def open_hierarchical(
 ) -> Communicator:
     """One communicator over those of each node and those of equal local ranks. Collective.
 
-    ``backend`` (gloo or mpi) moves small tensors, and tensors in a node that cannot share memory;
-    ``across_backend`` those between nodes. In ``store``, which is still empty, ranks of a node meet
-    to share memory; without it they do not; ``kept`` lends it.
+    ``backend`` (gloo or mpi) moves small tensors, and tensors in a node without shared memory;
+    ``across_backend`` those between nodes. Ranks of a node meet in the empty ``store`` to share
+    memory, which ``kept`` lends.
     """
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
     world = import_mpi().COMM_WORLD if "mpi" in (backend, across_backend) else None
@@ -194,9 +192,7 @@ def open_hierarchical(
 def _through_memory(
     nodes: Nodes, rank: int, policy: WaitPolicy, store: Store, kept: KeptMemory | None
 ) -> list[Communicator]:
-    """Two communicators over this rank's node in the same shared memory; empty if some node
-    cannot share it.
-    """
+    """Both communicators of this rank's node; empty if some node cannot share memory."""
     number, members = next(node for node in enumerate(nodes) if rank in node[1])
     bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, policy)
     first = open_shared_memory(bootstrap, policy, members=members, kept=kept)

@@ -1,11 +1,7 @@
-"""An error on one rank ends the job: an uncaught exception, or an exit code that is not 0, anywhere
-in the script.
+"""An error on one rank ends the job: an uncaught exception, or an exit code that is not 0.
 
-``sys.exit`` is replaced because an exit handler cannot ask for the exit code. Without it the last
-handler would take ``sys.exit(3)`` for a normal end. Measured (`tests/job/rank_script.py` with
-``exit-3`` on 2 ranks): under mpirun the job then ends 5 s later (`watch.LEFT_GRACE`) and with exit
-code 1 instead of 3, since the rank waits for the others before MPI_Finalize; with plain processes
-the code is 3, and the other rank is told 5 s later.
+``sys.exit`` is replaced because an exit handler cannot ask for the exit code: it would take
+``sys.exit(3)`` for a normal end.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.job.watch.watch import JobWatch
 
-# how long a rank whose peer failed lets that one print its error and end
+# In these seconds a peer that failed first prints its error.
 _FIRST_ERROR_SECONDS = 5.0
 
 
@@ -41,9 +37,9 @@ class _Installed:
 def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
     """Let an uncaught exception, or a ``sys.exit`` with an error, on this rank end the whole job.
 
-    Call it as soon as ``info`` is known and again once there is a ``watch``. The traceback is
-    printed first, except that of a `PeerFailedError`: the other rank prints the error that matters.
-    At a normal end the rank says goodbye (`JobWatch.leave`).
+    Call it once ``info`` is known, and again with a ``watch``. The traceback is printed first,
+    except that of a `PeerFailedError`: the other rank prints the error that matters. At a normal
+    end the rank says goodbye (`JobWatch.leave`).
     """
     first = _Installed.pid != os.getpid()
     _Installed.info, _Installed.watch, _Installed.pid = info, watch, os.getpid()
@@ -53,15 +49,14 @@ def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # torch.distributed wraps this hook in one that collects its output, to be printed when
-            # it returns
+            # torch.distributed's hook collects this one's output until it returns.
             sys.stderr = sys.__stderr__
         if _Installed.info is None or os.getpid() != _Installed.pid:  # no job, or a forked child
             previous(kind, error, trace)
             return
         cause = _cause(error)
         if not isinstance(cause, PeerFailedError):
-            # at once: ranks that fail together would mix the lines of their tracebacks
+            # At once: other ranks' tracebacks would mix with these lines.
             stderr, text = sys.stderr, io.StringIO()
             with contextlib.redirect_stderr(text):
                 previous(kind, error, trace)
@@ -72,7 +67,7 @@ def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
 
     sys.excepthook = hook
     sys.exit = _exit
-    # before MPI_Finalize: mpi4py calls that after Python's own exit handlers
+    # Before MPI_Finalize, which mpi4py calls after Python's exit handlers.
     atexit.register(_goodbye)
 
 
@@ -82,10 +77,8 @@ def stop_ending_job() -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The `PeerFailedError` that explains an error of a transport, if the watch knows one; else
-    ``error``.
-    """
-    if isinstance(error.__cause__, PeerFailedError):  # raised as an error of an API's own
+    """The `PeerFailedError` that explains a transport's ``error``, if known; else ``error``."""
+    if isinstance(error.__cause__, PeerFailedError):
         return error.__cause__
     watch = _Installed.watch
     if watch is not None and comes_from_a_peer(error) and not isinstance(error, PeerFailedError):
@@ -105,7 +98,7 @@ def _end_after(error: BaseException) -> NoReturn:
             watch.report(error)
             watch.free_launcher(failure)
             watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
-            time.sleep(0.2)  # the launcher takes the first that ends for the culprit
+            time.sleep(0.2)  # the launcher blames the first that ends
         end_process(1)
     line = in_one_line(error)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -123,9 +116,9 @@ def _end_job(news: str, cause: str, error: BaseException, code: int) -> NoReturn
 
 
 class _Exit(SystemExit):
-    """A `SystemExit` that knows whether it ended the script: the interpreter then reads ``code``,
-    with no Python frame left above; there is no other way to learn the exit code in an exit
-    handler."""
+    """Knows whether it ended the script: the interpreter then reads ``code`` with no Python frame
+    left above.
+    """
 
     def __init__(self, code: Any = None) -> None:
         super().__init__(code)
@@ -144,9 +137,7 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status); `sys.exit`, which tells the other
-    ranks.
-    """
+    """`sys.exit`, which tells the other ranks."""
     raise _Exit(status)
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 OPEN_MPI_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted")
 MPI_LAUNCHERS = (*OPEN_MPI_LAUNCHERS, "hydra_pmi_proxy", "slurmstepd")
 CAUSE_BYTES = 4096
-# How the names of shared-memory files begin: of Open MPI, MPICH and Intel MPI
+# Shared-memory files of Open MPI, MPICH and Intel MPI begin so.
 _SEGMENTS = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_shm_", "Intel_MPI_")
 
 
@@ -29,8 +29,7 @@ def leave_cause(line: str) -> None:
     """Hand ``line`` to the process that started the ranks, which prints it last. The first rank's
     counts.
 
-    That process listens at the abstract socket ``RING_CAUSE`` (Linux), which nobody has to remove:
-    on another host there is none.
+    It listens at the abstract socket ``RING_CAUSE`` of its host (Linux), which leaves no file.
     """
     if name := os.environ.get("RING_CAUSE"):
         with (
@@ -42,8 +41,8 @@ def leave_cause(line: str) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """``error`` in a message; with the one whose handling raised it, as where cleaning up fails
-    as well. A data-loader worker's error names its cause last, after a traceback.
+    """``error`` in a message, with the error whose handling raised it. A data-loader worker's error
+    names its cause last.
     """
     lines = str(error).strip().splitlines() or [""]
     text = lines[0]
@@ -60,14 +59,12 @@ def in_one_line(error: BaseException) -> str:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process now, and with it the MPI job, without exit handlers: MPI_Finalize would wait
-    for the others.
+    """End this process and the MPI job now, without exit handlers: MPI_Finalize would wait for the
+    others.
 
-    The launcher (mpirun, torchrun, ringrun) sees a rank that ended with ``code`` and ends the rest;
-    so does the job watch. Not through MPI_Abort, which can block on a cut link, and prints ten
-    lines over the one that matters.
+    The launcher and the job watch see ``code`` and end the rest. MPI_Abort can block on a cut link.
     """
-    # a thread in C that ends the process anyway, should flushing block on a pipe that nobody reads
+    # A thread in C ends the process if flushing blocks on a pipe that nobody reads.
     faulthandler.dump_traceback_later(3, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -78,8 +75,8 @@ def end_process(code: int) -> NoReturn:
 class LauncherProbe:
     """Whether this process's parent still lives, and its launcher, which may be an older ancestor.
 
-    Open MPI leaves the ranks running when mpirun is killed with ``kill -9``. A shell between mpirun
-    and the rank survives mpirun too, so the launcher is remembered with its start time.
+    Open MPI leaves the ranks running after ``kill -9`` of mpirun. A shell between them survives
+    too, so the launcher is remembered with its start time.
     """
 
     def __init__(self) -> None:
@@ -89,11 +86,10 @@ class LauncherProbe:
         self._orphaned = self._parent == 1 and os.environ.get("RING_LAUNCHER_PID", "1") != "1"
 
     def end_soon(self) -> None:
-        """End the Open MPI launcher of this host in a few seconds. It waits for ever for a host
-        that it lost.
+        """End this host's Open MPI launcher, which waits for ever for a lost host, in a few
+        seconds.
 
-        mpirun gives up at the third SIGTERM, with exit code 1 and its files removed. Should it end
-        by itself, as it does when the link comes back, nothing happens.
+        mpirun gives up at the third SIGTERM, with exit code 1 and its files removed.
         """
         if self._launcher is not None and self._launcher[2] in OPEN_MPI_LAUNCHERS:
             script = (
@@ -115,7 +111,7 @@ class LauncherProbe:
 
 
 def _launcher_above(pid: int) -> tuple[int, str, str] | None:
-    """Number, start time and name; `None` if no ancestor is a launcher that we know."""
+    """Number, start time and name; `None` without a known launcher."""
     own_launcher = os.environ.get("RING_LAUNCHER_PID")
     while pid > 1 and (fields := _stat(pid)) is not None:
         name, parent, started = fields
@@ -137,7 +133,7 @@ def _stat(pid: int) -> tuple[str, int, str] | None:
 
 
 def remove_files_of_mpirun() -> None:
-    """Remove this rank's shared memory, and the folder of this job, after mpirun was killed."""
+    """Remove this rank's shared memory and the job's folder after mpirun was killed."""
     remove_segments()
     folder = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
     if folder.name.startswith("ompi."):
@@ -145,9 +141,7 @@ def remove_files_of_mpirun() -> None:
 
 
 def remove_segments(pid: int | str = "self") -> None:
-    """Remove the shared-memory files of MPI that process ``pid`` maps, which only mpirun would
-    remove.
-    """
+    """Remove the shared-memory files of MPI that process ``pid`` maps."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             _, _, path = line.partition("/dev/shm/")

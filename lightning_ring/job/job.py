@@ -1,20 +1,15 @@
 """The job of this process: the ranks that work together, and the connections between them.
 
 There is one job a process. It outlives a fit, so that a rank that dies between two fits ends the
-others too; the strategy takes the current job if the ranks are the same, and opens the next one
-otherwise.
+others too.
 
 After a fit these stay, and do not grow with the number of fits:
 
-- the threads ``ring-watch`` and ``ring-stall``, in rank 0 ``ring-watch-relay``, and their
-  connections, until the job is closed;
-- ``sys.excepthook``, ``sys.exit`` and an exit handler: the watch learns how this rank ended;
-- the communicator, until the next fit opens another: ``trainer.strategy.barrier()`` uses it;
-- torch.distributed's default group, as after a fit with DDP. A group that the script opened is
-  used, and never destroyed; its store is where the ranks meet.
-
-Rank 0 serves the store (unless torchrun or the script does), the relay of the watch and the stall
-report. Its death ends the job, as the death of any other rank.
+- the threads ``ring-watch`` and ``ring-stall``, in rank 0 ``ring-watch-relay``;
+- ``sys.excepthook``, ``sys.exit`` and an exit handler;
+- the communicator, until the next fit: ``trainer.strategy.barrier()`` uses it;
+- torch.distributed's default group, as after DDP. A group that the script opened is never
+  destroyed; its store is where the ranks meet.
 """
 
 from __future__ import annotations
@@ -60,8 +55,8 @@ class Lasting:
     """What a job has whose ranks come and go, instead of a watch.
 
     ``check`` raises a `PeerFailedError` once its generation is over. ``memory`` outlives the
-    generation. ``opening`` bounds the meeting of ranks that are all there: Gloo waits that long for
-    a connection of a rank that has just died.
+    generation. ``opening`` bounds the meeting of ranks: Gloo waits that long for one that has just
+    died.
     """
 
     check: Callable[[], None]
@@ -70,11 +65,10 @@ class Lasting:
 
 
 class Job:
-    """The ranks that work together, and what this process has opened to reach them. `open_job` and
-    `connect` make one.
+    """The ranks that work together, and what this process opened to reach them.
 
-    Who takes part never changes in a job. A process has one job at a time; the next one, with other
-    ranks for instance, is the next *generation*.
+    `open_job` and `connect` make one. Its ranks never change; the next job of a process, perhaps
+    with other ranks, is the next *generation*.
     """
 
     def __init__(
@@ -95,7 +89,7 @@ class Job:
         # open until the next one is, or the job is closed
         self.communicator: Communicator | None = None
         self.num_communicators = 0
-        self.policy: WaitPolicy | None = None  # of the communicator
+        self.policy: WaitPolicy | None = None
         self.closed = False
         self.lasting = lasting
         self._device = device or torch.device("cpu")
@@ -111,16 +105,14 @@ class Job:
             self.watch.check()
 
     def start_fit(self) -> None:
-        """Make the job ready for another fit: errors that the script caught count no more.
-        Collective.
-        """
+        """Make the job ready for another fit: caught errors no longer count. Collective."""
         offer_interface()
         if self.watch is not None:
             self.watch.reset()
         if dist.is_initialized() and is_gpu(self._device) and self._any_rank_is_broken():
             self.drop_communicator()
             if dist.group.WORLD is self._default_group:
-                # a kernel of SyncBatchNorm may wait for a rank that gave the last fit up
+                # A kernel of SyncBatchNorm may still wait for another rank.
                 _abort_process_group()
         # or the script destroyed it, as scripts do before a test on one device
         if not dist.is_initialized():
@@ -128,7 +120,7 @@ class Job:
             self.open_default_group()
 
     def _any_rank_is_broken(self) -> bool:
-        """Whether the last fit ended in an error of a collective on some rank. Collective."""
+        """Collective."""
         store = dist.PrefixStore(f"broken/{self.num_communicators}", self.store)
         if self.policy is not None and self.policy.error is not None:
             store.set("here", "")
@@ -137,31 +129,23 @@ class Job:
         return store.get("anywhere") == b"True"
 
     def drop_communicator(self) -> None:
-        """Close the communicator. It may be broken, or hold a bucket that a failed peer never
-        sent.
-        """
+        """Close the communicator, which may hold a bucket that a failed peer never sent."""
         if self.communicator is not None:
             self.communicator.abandon()
             self.communicator = None
 
     def open_default_group(self) -> None:
-        """Start torch.distributed, for torchmetrics and SyncBatchNorm: NCCL for a GPU's tensors,
-        Gloo for CPU tensors.
-
-        A group that is there, of the script or of another strategy, is left as it is.
-        """
+        """Start torch.distributed, for torchmetrics and SyncBatchNorm, unless a group is open."""
         if dist.is_initialized():
             return
         if self.lasting is not None:
-            # torch names the group after a count, in which a failed attempt stays: the next time
-            # that rank would look for the others under another name
+            # torch names the group after a count that failed attempts raise on one rank alone.
             dist.distributed_c10d._world.group_count = 0
         library = COLLECTIVES.get(self._device.type, "")
         if library == "nccl":
-            # gradients have a communicator of their own beside this one, which SyncBatchNorm and
-            # `all_gather(sync_grads=True)` use in the same backward. NCCL 2.26 and newer then runs
-            # kernels of several communicators in the order in which the host called them, the same
-            # on all ranks; else they could deadlock
+            # SyncBatchNorm and `all_gather(sync_grads=True)` use this group in the same backward as
+            # gradients use another communicator. NCCL 2.26 then runs kernels of both in the host's
+            # order; else they could deadlock.
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         dist.init_process_group(
             f"cpu:gloo,{self._device.type}:{library}"
@@ -182,8 +166,7 @@ class Job:
         """Close the communicator, the default group if it is this job's, the watch, and the store.
         Collective.
 
-        Rank 0 serves the others, and waits up to `CLOSE_SECONDS` until they have closed too. An
-        error in this process ends no other one afterwards.
+        Rank 0 waits up to `CLOSE_SECONDS` until the others have closed too.
         """
         if self.closed:
             return
@@ -205,9 +188,7 @@ _last: Job | None = None  # of this process, open or closed
 
 
 def current_job() -> Job | None:
-    """The open job of this process, if any. It outlives a fit: a rank that dies between two fits
-    is seen too.
-    """
+    """The open job of this process, if any."""
     return _last if _last is not None and not _last.closed else None
 
 
@@ -218,9 +199,7 @@ def adopt(job: Job) -> None:
 
 
 def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
-    """The current job, made ready for another fit, if its ranks are those of ``info``; else a
-    new one (`open_job`).
-    """
+    """The current job, ready for another fit, if it has the ranks of ``info``; else a new one."""
     job = current_job()
     if job is not None and (job.info.rank, job.info.world_size) == (info.rank, info.world_size):
         job.start_fit()
@@ -231,10 +210,9 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
 def open_job(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
     """Open a job, and close the current one. Collective over the ranks of ``info``.
 
-    torch.distributed's default group is up afterwards. With more than one rank an uncaught
-    exception in this process, or an exit code that is not 0, ends the job from here on. A
-    generation that this process has seen already is replaced by the next one. ``timeout`` bounds
-    each wait for another rank. The ranks meet at the place that the launcher's variables tell.
+    torch.distributed's default group is up afterwards. With several ranks an uncaught exception, or
+    an exit code that is not 0, ends the job from here on. A generation that this process has seen
+    is replaced by the next. ``timeout`` bounds each wait for another rank.
 
     Raises:
         ConfigurationError: This process may not open as many connections as there are ranks.
@@ -260,7 +238,7 @@ def open_job(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
         watch = JobWatch(info, store, secret)
         members = exchange_members(own, info, store)
         fit_threads(info, members)
-        if is_gpu(device):  # before NCCL starts and says it in its own words
+        if is_gpu(device):  # NCCL's own words are obscure
             check_gpu_assignment(members, nccl_version())
     job = Job(info, members, store, watch, device, timeout)
     job.open_default_group()

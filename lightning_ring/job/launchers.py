@@ -1,12 +1,8 @@
 """Rank and sizes of this process, read from its launcher's environment variables.
 
 Each launcher is one function that returns `LaunchVariables`, or ``None`` if another launcher
-started the process, and one line in ``_READERS``; the mpirun of an MPI library is one line of
-``_MPI_VARIABLES``. These are pure functions: nothing is imported or opened.
-
-The nearest launcher counts. torchrun and ringrun are often started inside an MPI or a Slurm job,
-and mpirun inside a Slurm job, never the other way round: that is the order of ``_READERS``.
-(Lightning asks Slurm before MPI, and inside a batch job takes every rank of mpirun for rank 0.)
+started the process, and one line in ``_READERS``; an MPI library's mpirun is one line of
+``_MPI_VARIABLES``. Nothing is imported or opened.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ _MPI_NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _MPI_VARIABLES = {  # by the launcher's name
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in _MPI_NUMBERS),
     "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in _MPI_NUMBERS),
-    # Hydra, the mpirun of MPICH and Intel MPI, and ``srun --mpi=pmi2``: all set the same variables
+    # Hydra, the mpirun of MPICH and Intel MPI, and ``srun --mpi=pmi2``.
     "PMI (MPICH, Intel MPI, Slurm's pmi2)": (
         "PMI_RANK",
         "PMI_SIZE",
@@ -65,15 +61,13 @@ class LaunchVariables:
 
 
 def torchrun_variables(environ: Environ) -> LaunchVariables | None:
-    """torchrun, also as ``python -m torch.distributed.run``."""
     return _of_torch(environ, "torchrun") if "TORCHELASTIC_RUN_ID" in environ else None
 
 
 def exported_variables(environ: Environ) -> LaunchVariables | None:
     """torchrun's variables without torchrun: job scripts and other platforms export them.
 
-    Inside a Slurm job they count only if all four are set: a cluster's prologue, or a job script,
-    sets some of them for another program.
+    Inside a Slurm job all four must be set: a cluster's prologue sets some for another program.
     """
     some = any(name in environ for name in _TORCHRUN[:3])
     whole = all(name in environ for name in _TORCHRUN)
@@ -83,7 +77,6 @@ def exported_variables(environ: Environ) -> LaunchVariables | None:
 
 
 def mpi_variables(environ: Environ) -> LaunchVariables | None:
-    """mpirun of the first library of which rank or world size is set."""
     for launcher, names in _MPI_VARIABLES.items():
         if any(name in environ for name in names[:2]):
             rank, world_size = _required(environ, names[:2], launcher)
@@ -114,7 +107,7 @@ def slurm_variables(environ: Environ) -> LaunchVariables | None:
 
 
 def slurm_pmix_variables(environ: Environ) -> LaunchVariables | None:
-    """``srun --mpi=pmix``: PMIx gives the rank, Slurm the sizes. mpirun, which also speaks PMIx, is
+    """``srun --mpi=pmix``: PMIx gives the rank, Slurm the sizes. mpirun also speaks PMIx, and is
     asked before.
     """
     slurm = slurm_variables(environ) if "PMIX_NAMESPACE" in environ else None
@@ -134,7 +127,6 @@ def ringrun_variables(environ: Environ) -> LaunchVariables | None:
     if not any(name in environ for name in _RINGRUN):
         return None
     rank, world_size = _required(environ, _RINGRUN, "ringrun")
-    # the launcher of one host names no places
     places = {
         "RING_LOCAL_RANK": f"{rank}",
         "RING_LOCAL_SIZE": f"{world_size}",
@@ -158,14 +150,13 @@ _READERS = (  # the nearest launcher first
 def launcher_variables(environ: Environ) -> LaunchVariables | None:
     """The variables of the nearest launcher, or ``None`` for a process that no launcher started.
 
-    A Slurm batch shell, an interactive step and an ``srun`` of one task are one process without a
-    launcher.
+    A Slurm batch shell, an interactive step and an ``srun`` of one task are such processes.
 
     Raises:
         RankDiscoveryError: The launcher's variables are incomplete, not numbers, or contradict each
             other.
     """
-    # the nearest of all: other launchers' variables are those of the steward's process
+    # Other launchers' variables are those of the steward's process.
     if "RING_STEWARD" in environ:
         return ringrun_variables(environ)
     for read in _READERS:
@@ -190,11 +181,9 @@ def check_not_started_again(environ: Environ) -> None:
 
 
 def started_by_steward(environ: Environ) -> bool:
-    """Whether a steward, a process that outlives its ranks (`launch.elastic`), started this one;
-    `False` if no launcher did, so that it may start ranks itself.
+    """Whether a steward (`launch.elastic`) started this process; `False` without a launcher.
 
-    Raises:
-        ConfigurationError: Another launcher did.
+    Raises `ConfigurationError`: another launcher did.
     """
     if "RING_STEWARD" in environ:
         return True
@@ -246,7 +235,7 @@ def _of_torch(environ: Environ, launcher: str) -> LaunchVariables:
     if node_rank is None:
         node_rank = _number(environ, "NODE_RANK")
     num_nodes = _number(environ, "GROUP_WORLD_SIZE")
-    # ranks in blocks of one size: the only way by hand
+    # By hand, ranks come in blocks of one size.
     if local_size > 0 and world_size % local_size == 0:
         node_rank = rank // local_size if node_rank is None else node_rank
         num_nodes = world_size // local_size if num_nodes is None else num_nodes
@@ -274,7 +263,6 @@ def _number(environ: Environ, name: str) -> int | None:
 
 
 def _required(environ: Environ, names: Sequence[str], launcher: str) -> list[int]:
-    """Variables that ``launcher`` sets together."""
     numbers: list[int] = []
     for name in names:
         value = _number(environ, name)

@@ -87,10 +87,8 @@ def info_of(rank: int, members: Sequence[JobMember], source: str, generation: in
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The UUID of a GPU.
-
-    A partition is named by ``CUDA_VISIBLE_DEVICES`` alone: the device that it shows may have the
-    whole card's UUID.
+    """The UUID of a GPU, or of the partition that ``CUDA_VISIBLE_DEVICES`` names: the device that
+    it shows may have the whole card's UUID.
     """
     entries = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     index = device.index or 0
@@ -108,12 +106,11 @@ def shares_gpus() -> bool:
 def pick_gpu(local_rank: int, local_size: int, device_count: int) -> int:
     """Index of the GPU for this rank, of the ``device_count`` that this process sees.
 
-    A process that sees one GPU, because its launcher gave each rank its own, takes that one;
-    `check_gpu_assignment` tells whether two ranks were given the same one.
+    A process that sees one GPU takes it; `check_gpu_assignment` tells whether two ranks share it.
     """
     if local_rank < device_count:
         return local_rank
-    if device_count == 1:  # a container or a cgroup hides the others
+    if device_count == 1:
         return 0
     if device_count and shares_gpus():
         return local_rank % device_count
@@ -133,9 +130,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def check_gpu_assignment(members: Sequence[JobMember], nccl: tuple[int, ...]) -> None:
-    """Refuse two ranks on one GPU or partition of one (MIG), unless the user wants that and NCCL
-    can; ``nccl`` is NCCL's version.
-    """
+    """Refuse two ranks on one GPU or partition (MIG), unless the user and NCCL allow it."""
     able = nccl >= SHARING_VERSION
     if able and shares_gpus():
         return
@@ -168,10 +163,8 @@ def check_gpu_assignment(members: Sequence[JobMember], nccl: tuple[int, ...]) ->
 
 
 def fit_threads(info: RankInfo, members: Sequence[JobMember]) -> None:
-    """Give this rank's share of its node's cores to torch, unless the user chose, and log it once.
-
-    The user chose by OMP_NUM_THREADS, by MKL_NUM_THREADS or by `torch.set_num_threads`; torch
-    itself takes every core.
+    """Give this rank's share of its node's cores to torch, and log it once, unless the user chose:
+    by OMP_NUM_THREADS, MKL_NUM_THREADS or `torch.set_num_threads`.
     """
     own = members[info.rank]
     node = [member for member in members if member.node == own.node]
@@ -185,18 +178,17 @@ def fit_threads(info: RankInfo, members: Sequence[JobMember]) -> None:
 
 
 def num_threads(own: JobMember, node: Sequence[JobMember]) -> int:
-    """This rank's share of the cores that the ranks of its ``node`` may use: 1 at least, at most
-    those it is bound to.
+    """This rank's share of its ``node``'s cores, at least 1.
 
-    Ranks that a launcher bound to cores of their own keep those; others, in a container for
-    instance, see the same cores and divide them, or what its quota leaves of them.
+    Ranks bound to cores of their own keep those; others divide the cores that they share, or what a
+    container's quota leaves of them.
     """
     return max(1, min(len(own.cores), _num_usable(node) // len(node)))
 
 
 def is_chosen(threads: int, num_cores: int) -> bool:
-    """Whether the user chose torch's ``threads``. Torch takes as many as processors, or half of
-    that if cores run two hardware threads each.
+    """Whether the user chose torch's ``threads``: by default they are the processors, or half of
+    them with two hardware threads a core.
     """
     if "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
         return True
@@ -205,9 +197,7 @@ def is_chosen(threads: int, num_cores: int) -> bool:
 
 
 def report_threads(node: Sequence[JobMember], threads: int, chosen: bool, *, log_fit: bool) -> None:
-    """Log at INFO that ``threads`` a rank fit the cores of a ``node``, else a warning with
-    advice.
-    """
+    """Log that ``threads`` a rank fit the cores of a ``node``, else a warning with advice."""
     ranks, there, usable = len(node), os.cpu_count() or 1, _num_usable(node)
     together = {core for member in node for core in member.cores}
     tightest = min(len(member.cores) for member in node)
@@ -233,6 +223,5 @@ def report_threads(node: Sequence[JobMember], threads: int, chosen: bool, *, log
 
 
 def _num_usable(node: Sequence[JobMember]) -> int:
-    """How many cores the ranks of a node can keep busy together."""
     together = {core for member in node for core in member.cores}
     return max(1, int(min(len(together), node[0].quota)))

@@ -46,8 +46,7 @@ SINGLE = RankInfo(0, 1, 0, 1, 0, 1, "single")
 
 
 def discover_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """The `RankInfo` of this process. Collective where MPI started it: every rank must call it, and
-    MPI starts.
+    """The `RankInfo` of this process. Collective where MPI started it.
 
     mpi4py is imported only when the launcher's variables (``environ``) say MPI.
     """
@@ -67,7 +66,6 @@ def discover_ranks(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
 
 def info_from_variables(found: LaunchVariables) -> RankInfo:
-    """``found``, which is complete, as those of all launchers but MPI are."""
     numbers = (found.local_rank, found.local_size, found.node_rank, found.num_nodes)
     assert None not in numbers, found
     return RankInfo(found.rank, found.world_size, *numbers, found.source)  # type: ignore[arg-type]

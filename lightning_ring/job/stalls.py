@@ -1,9 +1,8 @@
 """The stall report: when a collective is late, rank 0 asks all ranks for their status and logs one
 message.
 
-Questions and answers go over the job watch, whose threads answer while the main thread is busy, and
-use no collective. Its relay is in rank 0: when rank 0 is silent no rank can be asked, and each rank
-that waits reports itself.
+The job watch carries questions and answers; its threads answer while the main thread is busy. Its
+relay is in rank 0: when rank 0 is silent, each rank that waits reports itself.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ RELAY_SECONDS = 2.0
 ANSWER_SECONDS = 2.0  # as long again for all ranks to answer; slower ones count as silent
 # under `STUCK_SECONDS`, when a second thread loses policy
 VERDICT_SECONDS = RELAY_SECONDS + ANSWER_SECONDS + 0.5
-# of the time until the next report is due: notices of the same stall come a little early or late
+# A share of the time to the next report: notices come a little early or late.
 QUIET_SHARE = 0.75
 NUM_FRAMES = 8
 SHOWN_STACKS = 4  # different ones; ranks with the same stack share it
 SHOWN_WAITING = 10  # different collectives or steps
 
-# messages of the watch
 _LATE, _ASK, _STATUS, _VERDICT = "stall", "stall ask", "stall status", "stall verdict"
 _CLOSE = "stall close"  # from this rank
 _CALL = "late call"
@@ -60,9 +58,7 @@ class RankStatus:
 
 
 def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
-    """The status of this rank, from any thread. It takes no lock that the main thread could
-    hold.
-    """
+    """The status of this rank, from any thread. It takes no lock."""
     engines = [engine for reference in policy.engines if (engine := reference()) is not None]
     under_way = [pair for engine in engines if (pair := engine.under_way()) is not None]
     going_on = {text for text, _ in under_way}  # after a thread that started it has done with it
@@ -76,9 +72,7 @@ def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
 
 
 def main_stack() -> str:
-    """An indented line ``file:line function: source`` for each of the main thread's innermost
-    calls, innermost first.
-    """
+    """A line ``file:line function: source`` for each innermost call of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     calls = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=NUM_FRAMES)
     lines = []
@@ -150,7 +144,6 @@ def _after(progress: str) -> str:
 
 
 def _alike(states: Mapping[int, State]) -> list[tuple[State, list[int]]]:
-    """Ranks of equal state together, in the order of their lowest rank."""
     ranks: dict[State, list[int]] = {}
     for rank in sorted(states):
         ranks.setdefault(states[rank], []).append(rank)
@@ -166,12 +159,10 @@ def _named(ranks: Sequence[int], processes: Mapping[int, Message]) -> str:
 
 
 class StallReporter:
-    """One in each rank. A daemon thread of its own asks, answers and logs.
+    """One in each rank, with a daemon thread of its own: a logging handler or a source file may
+    block, and the watch's thread has to notice deaths meanwhile.
 
-    The watch's thread could not: a logging handler whose stream is blocked holds its lock, and
-    reading a source line may touch a file system that hangs; deaths have to be noticed meanwhile.
-    Collectives cost nothing more: a wait asks every 20 ms whether to go on, and puts a message into
-    the queue once it is late.
+    A wait asks every 20 ms whether to go on, and queues a message once it is late.
     """
 
     def __init__(self, watch: JobWatch) -> None:
@@ -203,9 +194,7 @@ class StallReporter:
         policy.stalls = self
 
     def tell_progress(self, progress: Callable[[], str]) -> None:
-        """Report ``progress``, a method, which is called from another thread. Its object is not
-        kept.
-        """
+        """Report ``progress``, a method, which another thread calls. Its object is not kept."""
         self._progress = weakref.WeakMethod(progress)
 
     def close(self) -> None:
@@ -237,7 +226,7 @@ class StallReporter:
         if kind in (_LATE, _STATUS, _ASK):
             self._events.put(message)
         elif kind == _VERDICT and message["number"] == self._number:
-            # here and not in the other thread: it comes before the news that a rank failed of it
+            # Here, because it comes before the news that a rank failed of it.
             self._patience.end(CollectiveError(message["text"]))
             self._decided.set()
         elif kind == _CALL and message["number"] == self._number and self.late_calls:
@@ -265,12 +254,10 @@ class StallReporter:
             self._watch.tell(event)
         elif not kind:
             self._tell_rank_0(event)
-        # else: an answer that came too late
 
     def _tell_rank_0(self, event: Message) -> None:
-        """In the rank that waits, unless it has gone on meanwhile."""
         status = self._own_status()
-        # of several communicators, one inside the other, the same one on all ranks
+        # Of nested communicators, the same one on all ranks.
         if status.collective:
             event |= {"collective": status.collective, "waited": status.seconds}
         timed_out = "late" in event
@@ -286,7 +273,7 @@ class StallReporter:
                 self._report(event)
 
     def _send_verdict(self, late: Message) -> None:
-        """In rank 0, once for a communicator, when a rank says that a collective is too late."""
+        """In rank 0, once for a communicator."""
         number = late["number"]
         if number in self._verdicts:
             return
@@ -306,7 +293,7 @@ class StallReporter:
         lines, statuses = self._ask_all(collective)
         waits = [each.seconds for each in statuses.values() if each.collective == collective]
         waited = max(waits, default=0.0)
-        # else it is over, and this rank, stopped for a while, hears of it late
+        # Else this rank, stopped for a while, hears of it late.
         if waited >= late["waited"]:
             self._reported_at = now
             self._num_reports += 1
@@ -317,10 +304,10 @@ class StallReporter:
             _log.warning("%s", "\n  ".join([head, *lines]))
 
     def _ask_all(self, collective: str) -> tuple[list[str], dict[int, RankStatus]]:
-        """The lines of a report and the ranks' answers; without rank 0 of this one alone."""
+        """The lines of a report and the ranks' answers."""
         statuses = {self._rank: self._own_status()}
         if self._rank:
-            if not statuses[self._rank].collective:  # it has gone on meanwhile
+            if not statuses[self._rank].collective:
                 return [], statuses
             lines = stall_lines(collective, statuses, {0: self._watch.rank_0})
             lines.append(

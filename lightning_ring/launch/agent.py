@@ -1,10 +1,9 @@
 """The agent of one host: starts ranks there for a steward on another host, watches them, and ends
 them with itself.
 
-``python -m lightning_ring.launch.agent`` reads an `Order` from standard input and connects to the
-process that sent it (`remote`). Each side tells the other four times a second that it lives. An
-agent that hears nothing for `AGENT_SECONDS` kills its ranks, before the steward, after
-`remote.LOST_SECONDS`, counts them as dead: the rest of the job goes on without them.
+``python -m lightning_ring.launch.agent`` reads an `Order` from standard input and connects to its
+sender (`remote`). Each side shows four times a second that it lives. An agent that hears nothing
+for `AGENT_SECONDS` kills its ranks, before the steward counts them as dead (`remote.LOST_SECONDS`).
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ DOOR = "agents"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an agent is to do. ``addresses`` are those of the steward's host, one of which leads
-    there.
+    """What an agent is to do. One of ``addresses`` leads to the steward's host.
 
-    Another host may have such an address too (a bridge of containers), with another program at that
-    port: both sides prove that they know ``secret``. ``start`` counts the agents of this host, of
-    which the last one is let in.
+    Another program may answer at the others, so both sides prove that they know ``secret``.
+    ``start`` counts the agents of this host; the last one is let in.
     """
 
     host: str
@@ -71,7 +68,7 @@ class Agent:
         self._over = False
 
     def run(self) -> int:
-        """Serve until the job ends (0) or the steward is lost (1). No rank is left."""
+        """Serve until the job ends (0) or the steward is lost (1)."""
         heard = last_look = time.monotonic()
         next_alive = 0.0
         while not self._over:
@@ -157,11 +154,10 @@ class Agent:
 
 def main() -> int:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # of a cancelled Slurm job: the steward says what the ranks do. A handler is not inherited,
-        # as SIG_IGN would be
+        # When a Slurm job is cancelled the steward decides. SIG_IGN would be inherited.
         signal.signal(signum, lambda number, frame: None)
     line = sys.stdin.readline()
-    # the process that started this one has gone, or what runs commands here gives no input
+    # The sender has gone, or standard input is not passed on.
     if not line.endswith("\n"):
         say("an agent was started without an order on its standard input")
         return 1

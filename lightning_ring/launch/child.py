@@ -1,7 +1,7 @@
 """A process that this one starts.
 
-Each child leads a session of its own, so that a terminal's Ctrl-C reaches this process alone, which
-then asks the ranks to stop; mpirun would kill them 0.2 s later, too soon for a checkpoint.
+Each child leads a session, so that a terminal's Ctrl-C reaches this process alone, which then asks
+the ranks to stop; mpirun would kill them 0.2 s later.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ class Child:
     _used: tuple[float, float] = field(default=(-1.0, 0.0), init=False)
 
     def start(self, cwd: str | None = None, **variables: str) -> None:
-        # A terminal's input cannot be read from another session; a file or a pipe goes to rank 0 as
-        # always
+        # A terminal cannot be read from another session.
         no_input = sys.stdin is None or sys.stdin.closed or os.isatty(0)
         with warnings.catch_warnings():
-            # Python warns of forks from processes with threads; the child only calls prctl, whose
-            # symbol is loaded
+            # The child of this fork only calls prctl, whose symbol is loaded.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = subprocess.Popen(
                 self.command,
@@ -81,27 +79,21 @@ class Child:
         return None if self.process is None else self.process.poll()
 
     def identify(self, pid: int) -> None:
-        """The program says that it is process ``pid``: another one than was started, if a
-        wrapper runs it.
-        """
+        """The program says that it is process ``pid``, perhaps below a wrapper."""
         # else a number of another container
         if session_of(pid) == self.pid:
             self.program = pid
 
     def is_dead(self) -> bool:
-        """Whether the program runs no more (`processes.is_dead`); a wrapper around it may."""
+        """Whether the program is dead (`processes.is_dead`); a wrapper may still run."""
         return self.program > 0 and is_dead(self.program)
 
     def failure(self) -> int | None:
-        """The program's exit code as soon as it is dead; `None` as long as it is not known, or
-        0.
-        """
+        """The exit code of a dead program; `None` as long as it is not known, or 0."""
         return failure_of(self.program)
 
     def idle(self, now: float) -> float:
-        """Seconds in which the program used no processor time. Known as exactly as this is
-        called often.
-        """
+        """Seconds without processor time of the program, as exact as the calls are frequent."""
         used = processor_seconds(self.program)
         if used != self._used[0]:
             self._used = (used, now)
@@ -115,9 +107,7 @@ class Child:
                 os.kill(pid, signum)
 
     def session(self) -> list[int]:
-        """Processes that still live in this child's session. Once there are none its number may
-        be another's.
-        """
+        """Live processes in this child's session. Its number may be reused when there are none."""
         if self.process is None or self._session_is_over:
             return []
         found = processes_of_sessions({self.process.pid})
@@ -125,7 +115,6 @@ class Child:
         return found
 
     def kill_session(self) -> None:
-        # the rank first, then what it has started
         for pid in sorted(self.session(), key=lambda pid: pid != self.program):
             remove_segments(pid)
             with contextlib.suppress(ProcessLookupError):

@@ -23,8 +23,8 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(eq=False)
 class Discovery:
-    """Runs ``command`` again and again: it writes a host a line, ``host`` or ``host:slots``. None
-    is called twice at the same time. ``slots``: of a host whose line does not say.
+    """Runs ``command`` again and again, one at a time: it writes a host a line, ``host`` or
+    ``host:slots``. ``slots`` is the default.
     """
 
     command: Sequence[str]
@@ -67,11 +67,7 @@ class Discovery:
             raise
 
     def look(self, now: float) -> list[Host] | None:
-        """What a run that has just ended has listed; `None` otherwise, and where it failed, which
-        is said.
-
-        Called again and again; never blocks.
-        """
+        """The hosts that a finished run listed; `None` if none has, or it failed. Never blocks."""
         try:
             hosts = self._look(now)
         except ConfigurationError as error:
@@ -84,7 +80,6 @@ class Discovery:
         return hosts
 
     def _look(self, now: float) -> list[Host] | None:
-        """Raises `ConfigurationError`: a run failed."""
         if self._process is None:
             if now >= self._next:
                 self._start(now)
@@ -105,7 +100,7 @@ class Discovery:
 
     def close(self) -> None:
         if self._process is not None:
-            # not waited for yet: the number is still its own
+            # Not waited for yet, so that the number is not reused.
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._end(time.monotonic())

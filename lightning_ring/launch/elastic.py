@@ -28,11 +28,10 @@ from lightning_ring.launch.supervisor import PEERS_SECONDS, Supervisor, stop_gra
 class ElasticLimits:
     """How many ranks a job has.
 
-    ``ranks`` start; where hosts are discovered, all slots that there are, and at least ``ranks``.
-    The job goes on with ``min_ranks`` or more; with fewer it waits ``wait_for_ranks`` seconds for
-    others, then ends. It never has more than ``max_ranks``. With ``respawn`` a new process replaces
-    a dead one. ``silence`` says when a process that does not answer counts as dead. An agent on
-    another host has ``start_seconds`` to come up.
+    ``ranks`` start; with discovery all slots, and at least ``ranks``. The job goes on with
+    ``min_ranks`` or more; with fewer it waits ``wait_for_ranks`` seconds, then ends. It never has
+    more than ``max_ranks``. With ``respawn`` a new process replaces a dead one. A process silent
+    for ``silence`` counts as dead. A remote agent has ``start_seconds`` to come up.
     """
 
     ranks: int
@@ -66,10 +65,9 @@ class ElasticJob:
     """Runs ``command`` as the ranks of one job. A rank that is killed leaves; one that fails by
     itself ends the job (`ProcessEnds`).
 
-    Without ``hosts`` all ranks are on this host. Each other one gets an agent, which is started by
-    ``line``; this host, where the steward is, stays the one that must not die. ``discovery`` takes
-    the place of ``hosts``: ranks start on hosts that it lists later too, and nothing more starts on
-    those that it lists no more, whose ranks go on.
+    Without ``hosts`` all ranks are on this host. Each other host gets an agent, started by
+    ``line``; this host must not die. ``discovery`` replaces ``hosts``: ranks also start on hosts
+    that it lists later, and those on hosts that it drops go on.
 
     Raises:
         ConfigurationError: Not on Linux.
@@ -96,9 +94,7 @@ class ElasticJob:
     _guard: OrphanGuard = field(init=False)
 
     def run(self) -> int:
-        """Run the job; its exit code is that of `Supervisor.run`, which leaves out the ranks
-        that the job outlived.
-        """
+        """Run the job; the exit code is `Supervisor.run`'s, without ranks that the job outlived."""
         if not sys.platform.startswith("linux"):
             raise ConfigurationError(
                 f"A job that outlives its ranks runs on Linux only, and this is {sys.platform}: "
@@ -113,7 +109,6 @@ class ElasticJob:
             f"{counted_ranks(ranks)} of: {shlex.join(self.command)} (goes on with "
             f"{limits.min_ranks} or more)"
         )
-        # one connection to each rank, and to the agent of each host
         files = max(ranks, limits.max_ranks or 0) + len(hosts) + _OTHER_FILES
         require_open_files(files, f"The process that starts {ranks:,} ranks")
         membership = Membership(limits.min_ranks, limits.max_ranks)
@@ -169,19 +164,16 @@ class ElasticJob:
             self._steward.close()
             self._guard.close()
         if self._steward.ended is not None and not self._steward.membership.finished:
-            # also where a signal has ended every process since
+            # Also where a signal has ended every process.
             code = code or self._steward.exit_code
         self._say_why(code)
         return code
 
     def kill(self, signum: int) -> None:
-        """Send a signal to all ranks."""
         self._supervisor.kill(signum)
 
     def pids(self) -> dict[int, int]:
-        """The running processes, by number; none before the job runs. May be called from any
-        thread.
-        """
+        """The running processes, by number, from any thread."""
         running = [process for process in list(self._processes) if process.child.is_running]
         return {process.number: process.child.pid for process in running if process.died is None}
 
@@ -199,7 +191,6 @@ class ElasticJob:
     # -- called by the supervisor, again and again
 
     def _look_after(self) -> None:
-        """Serve the ranks, and find the dead."""
         self._steward.step(LOOK_SECONDS)
         now = time.monotonic()
         if self._slots.remote is not None:
@@ -220,7 +211,7 @@ class ElasticJob:
         self._show_view()
         self._end_if_below_min_ranks(now)
         left = self._ends.left
-        # else none of the ranks takes part: a plain script
+        # Else a plain script, whose ranks do not take part.
         if left and self._steward.pids and not self._ends.is_over:
             self._steward.end(
                 f"{left} left with exit code 0 without having finished its training. Leave a fit "
@@ -230,9 +221,7 @@ class ElasticJob:
             self._end(now)
 
     def _grow(self, discovery: Discovery, now: float) -> None:
-        """Start ranks in slots that have had none, or whose host was gone for a while, up to the
-        most ranks.
-        """
+        """Start ranks in new slots, or on hosts that came back, up to the most ranks."""
         hosts = discovery.look(now)
         if hosts is not None:
             new = self._slots.list_hosts(hosts)
@@ -288,7 +277,6 @@ class ElasticJob:
             self._supervisor.fail(stop_grace(self.environ))  # the ranks save a checkpoint
 
     def _end(self, now: float) -> None:
-        """The steward has told all members that the job is over."""
         self._ended_since = self._ended_since or now
         membership = self._steward.membership
         if not membership.finished:
@@ -297,7 +285,7 @@ class ElasticJob:
                     say(f"{self._ends.failed}; the job ends")
                 self._supervisor.fail(PEERS_SECONDS, self._steward.exit_code)
             return
-        # what has not started comes too late; what hangs has not heard of the end
+        # What hangs has not heard of the end.
         hangs = now - self._ended_since > PEERS_SECONDS
         for process in self._unended:
             comes_late = hangs or not process.child.is_started

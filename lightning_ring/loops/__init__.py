@@ -1,3 +1,1 @@
-"""Loops of one's own: what keeps the replicas of a module together where no Trainer runs the
-training.
-"""
+"""Keeps the replicas of a module together in plain training loops."""

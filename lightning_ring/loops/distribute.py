@@ -59,12 +59,10 @@ def distribute(
 ) -> Training:
     """Train ``module`` on several ranks, in a plain PyTorch loop.
 
-    The ranks are those that mpirun, srun, torchrun or ringrun started. From here on all ranks hold
-    rank 0's parameters, buffers and optimizer state; each ``loss.backward()`` that reaches the
-    module's parameters averages gradients over the ranks while it runs, and each
-    ``optimizer.step()`` leaves all ranks with the same parameters. Module and optimizers stay the
-    objects that they are. A rank that fails or dies ends the job. A single process communicates
-    nothing and registers no hook.
+    The ranks are those that mpirun, srun, torchrun or ringrun started. All ranks begin with rank
+    0's parameters, buffers and optimizer state. ``loss.backward()`` averages gradients over the
+    ranks, so that ``optimizer.step()`` leaves all ranks with the same parameters. A rank that fails
+    or dies ends the job. A single process communicates nothing.
 
     It may be called for several modules: on all ranks, in one order. All ranks run the same
         backwards and steps.
@@ -75,10 +73,10 @@ def distribute(
             ``"ring_sharded"``), or an `Algorithm`, which then has its own ``bucket_cap_mb`` and
             ``compression``.
         ranks: Without a launcher, run this script once on each of so many ranks of this host, and
-            end this process with their exit code. With a launcher, how many ranks it must have
-            started. `None`: what was started.
+            end this process with their exit code. With a launcher, the number that it must have
+            started.
         device: Move the module there; ``"cuda"`` or ``"xpu"`` is this rank's GPU. `None`: it stays
-            where it is. A GPU becomes torch's current device.
+            where it is.
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
             the other ranks.
         backend, topology, bucket_cap_mb, compression, timeout: As of `RingStrategy`.
@@ -162,7 +160,7 @@ def _check(module: nn.Module, optimizers: Iterable[Any], broadcast_buffers: Any)
 
 
 def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    # events and kernels go to the current device, wherever the module is
+    # events and kernels go to the current device
     if is_gpu(device):
         gpu_module(device).set_device(device)
     if all(param.device == device for param in module.parameters()):
@@ -170,14 +168,12 @@ def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.devi
     module.to(device)
     for optimizer in optimizers:
         if optimizer.state:
-            # which puts tensors where their parameters are
             optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _connect(
     info: RankInfo, device: torch.device, options: RingOptions
 ) -> tuple[Job, Communicator | None, list[Listener], LoopTimeline | None]:
-    """Connections and a timeline, which trainings that are open at the same time share."""
     global _shared
     names = ("backend", "topology", "timeout", "stall_warning", "force_communication")
     settings = (device, *(getattr(options, name) for name in names))

@@ -1,4 +1,4 @@
-"""The ranks of a plain loop: found where a launcher started them, else started, and connected."""
+"""The ranks of a plain loop: found, or started, and connected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from lightning_ring.options import RingOptions
 
 
 def find_ranks(ranks: int | None, options: RingOptions) -> RankInfo:
-    """This process's rank. Without a launcher, and with ``ranks``, start this script on so many
-    ranks of this host.
+    """This process's rank. Without a launcher, start this script on ``ranks`` ranks of this host.
 
     Raises:
-        JobFinished: With the job's exit code, in the process that started the ranks: it is none of
-            them.
+        JobFinished: With the job's exit code, in the process that started the ranks.
         ConfigurationError: ``ranks`` is no number of ranks.
         RankDiscoveryError: A launcher started another number of ranks.
     """
@@ -49,9 +47,6 @@ def find_ranks(ranks: int | None, options: RingOptions) -> RankInfo:
 
 
 def device_of(module: nn.Module, asked: torch.device | str | None, info: RankInfo) -> torch.device:
-    """The device of this rank: where the module is, or as ``asked``; ``"cuda"`` and ``"xpu"``
-    are this rank's GPU.
-    """
     if asked is None:
         return next((param.device for param in module.parameters()), torch.device("cpu"))
     device = torch.device(asked)

@@ -1,6 +1,4 @@
-"""`Replicas`: the replicas of one module, one on each rank, which an algorithm keeps together
-while a loop trains.
-"""
+"""`Replicas`: the replicas of one module, which an algorithm keeps together in a loop."""
 
 from __future__ import annotations
 
@@ -40,17 +38,15 @@ class Replicas:
     collective.
 
     They begin with rank 0's parameters, buffers and optimizer state. From then on every backward
-    that reaches the module's parameters is a backward of the training: it averages gradients over
-    the ranks, except inside `no_sync`. Hooks on the module tell when a forward begins and ends;
-    nothing is wrapped, and a copy of the module has no hooks. Without ``comm``, in a single
-    process, nothing is registered, unless a timeline is recorded.
+    that reaches the module's parameters averages gradients over the ranks, except inside `no_sync`.
+    Hooks on the module tell when a forward begins and ends; a copy of the module has none. Without
+    ``comm``, in a single process, nothing is registered, unless a timeline is recorded.
 
     Args:
         optimizers: Optimizers of the module's parameters. Optimizers built later are found when
-            they step. If such an optimizer has parameters that no other optimizer had, call
-            `add_optimizers` before the forward.
-        called: The module whose calls are the forwards, where that is one around ``module``. It is
-            not kept.
+            they step; if one has parameters that no other optimizer had, call `add_optimizers`
+            before the forward.
+        called: The module whose calls are the forwards, if it wraps ``module``. It is not kept.
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
             the other ranks.
         label: Begins the names of collectives, where there are several modules: ``"module 1: "``.
@@ -84,8 +80,8 @@ class Replicas:
         self.listeners = listeners if listeners is not None else []
         self._optimizers = list(optimizers)
         self._broadcasts_buffers = broadcast_buffers
-        self._training = ExitStack()  # around the whole training
-        self._forwards: list[ExitStack] = []  # that run now
+        self._training = ExitStack()
+        self._forwards: list[ExitStack] = []
         self._hooks: list[Any] = []
         self._step_began: Any = None
         if comm is not None:
@@ -109,25 +105,20 @@ class Replicas:
             self.remove(wait=False)
             raise
 
-    # -- what a loop calls
-
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around the backwards of gradient accumulation, except the last: their gradients stay
-        on this rank.
-        """
+        """Keep gradients of these backwards local. Leave it for the last of an accumulation."""
         return self.algorithm.backwards.no_sync()
 
     def wait_parameters(self) -> None:
-        """Return when all parameters are complete. For code whose reads are not detected
-        (threads, compiled code).
-        """
+        """Return when all parameters are complete, for reads that are not detected (threads,
+        compiled code)."""
         self.algorithm.wait_parameters()
 
     def show_averages(self) -> None:
-        """Before an evaluation or a checkpoint: where ranks train alone, have parameters be their
-        average. Collective.
+        """Before an evaluation or a checkpoint: average parameters of ranks that train alone.
+        Collective.
 
-        Until the next forward of the training. Other algorithms do nothing.
+        Lasts until the next forward of the training.
         """
         show_averages(self.algorithm)
         if self.algorithm.steps_alone and self._broadcasts_buffers and self.comm is not None:
@@ -146,9 +137,7 @@ class Replicas:
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Have ``optimizers``, which were built after this object, step the module's parameters.
-        Collective.
-        """
+        """Have ``optimizers`` that were built later step the module's parameters. Collective."""
         new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
         if self.comm is None or not new:
             return
@@ -158,28 +147,21 @@ class Replicas:
         self.algorithm.set_optimizers(self._optimizers)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ordinary, full state dict. Collective; under a sharded algorithm it is empty on
-        all ranks but rank 0.
-        """
+        """The full state dict. Collective; under a sharded algorithm empty except on rank 0."""
         return optimizer_state_dict(
             self.algorithm, optimizer, is_rank_zero=self.comm is None or self.comm.rank == 0
         )
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an ordinary, full state dict. Collective: all ranks have read the same one, or
-        rank 0's counts.
-        """
+        """Load a full state dict; rank 0's counts. Collective."""
         if self.comm is not None and self.algorithm.sharded:
-            # a shard of each is kept
             state = self.comm.broadcast_object(state, name="load_optimizer_state_dict")
         load_optimizer_state_dict(self.algorithm, optimizer, state)
         if self.comm is not None and not self.algorithm.sharded:
             broadcast_optimizer_state(optimizer, self.comm)
 
     def remove(self, *, wait: bool = True) -> None:
-        """End the training: remove all hooks, and complete the parameters. ``wait=False`` waits
-        for no other rank.
-        """
+        """End the training: remove all hooks. ``wait=False`` waits for no other rank."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -188,8 +170,6 @@ class Replicas:
             self._training.close()
         self._training = ExitStack()
         self.algorithm.detach(wait=wait)
-
-    # -- what torch's hooks call
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, _: Any) -> None:
@@ -211,7 +191,6 @@ class Replicas:
         self._forwards.pop().close()
 
     def steps(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` steps parameters of the module."""
         return steps_module(optimizer, self.module)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:

@@ -24,7 +24,6 @@ def open_timeline(
     listeners: list[Listener],
     about: dict[str, Any],
 ) -> LoopTimeline | None:
-    """A timeline, if rank 0's ``path`` names one. Collective."""
     if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts
         path = comm.broadcast_object(path, name="timeline path")
     if path is None:
@@ -36,8 +35,7 @@ def open_timeline(
 class LoopTimeline:
     """Records a loop from here to `finish`, which is collective.
 
-    A loop announces no batch: a step ends where an optimizer has stepped. Nor does it always
-    announce its end: the normal end of the script finishes a timeline.
+    A step ends where an optimizer has stepped. The normal end of the script finishes a timeline.
     """
 
     def __init__(self, session: Session, device: torch.device, listeners: list[Listener]) -> None:
@@ -67,17 +65,15 @@ class LoopTimeline:
     def finish(self) -> None:
         """End the recording; rank 0 merges. Twice is fine."""
         if self._detach():
-            # what it has not come to would be left out
             synchronize(self._device)
             self._session.finish()
 
     def abandon(self) -> None:
-        """After an error: close this rank's file, ask nobody."""
+        """After an error: close this rank's file without the others."""
         if self._detach():
             self._session.close()
 
     def _detach(self) -> bool:
-        """Whether it was recording."""
         atexit.unregister(self.finish)
         recording = self._recorder.collective in self._listeners
         if recording:

@@ -23,10 +23,9 @@ log = logging.getLogger("lightning_ring")
 
 
 class Training(Replicas):
-    """What `distribute` returns: one module that several ranks train, from there to `close`.
+    """What `distribute` returns: one module that several ranks train, until `close`.
 
-    Also a context manager, which closes it. Its methods are collective unless they say otherwise:
-    all ranks call them, in one order.
+    Also a context manager. All ranks call its methods in one order, unless a method says otherwise.
 
     Attributes:
         rank, world_size, local_rank: Of this process.
@@ -47,8 +46,8 @@ class Training(Replicas):
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> DistributedSampler[Any]:
-        """This rank's part of ``dataset``, for a `DataLoader`. Call its ``set_epoch`` at the start
-        of each epoch.
+        """This rank's part of ``dataset``, for a `DataLoader`. Call ``set_epoch`` before each
+        epoch.
 
         Not collective. If the samples do not divide by the ranks, some are repeated, or dropped
         with ``drop_last``; rank 0 warns of it.
@@ -71,9 +70,8 @@ class Training(Replicas):
         return sampler
 
     def all_reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
-        """The ranks' ``tensor`` as one, in new memory. ``op``: "mean", "sum", "min", "max" or
-        "product".
-        """
+        """Reduce ``tensor`` over the ranks, in new memory, by "mean", "sum", "min", "max" or
+        "product"."""
         names = {"mean" if one is ReduceOp.AVG else one.value: one for one in ReduceOp}
         if op not in names:
             raise ConfigurationError(
@@ -107,9 +105,7 @@ class Training(Replicas):
             self.comm.barrier(name="of the loop")
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the algorithm itself, such as a compressor's residuals; on rank 0 for all
-        ranks.
-        """
+        """State of the algorithm, such as a compressor's residuals; on rank 0 for all ranks."""
         return self.algorithm.state_dict() if self.comm is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,9 +115,7 @@ class Training(Replicas):
             log.warning("%s", problem)
 
     def close(self) -> None:
-        """End the training: parameters are complete, hooks are gone, the timeline is written.
-        Twice is fine.
-        """
+        """End the training: remove hooks and write the timeline. Twice is fine."""
         self._end(wait=True)
 
     def _end(self, *, wait: bool) -> None:
@@ -149,11 +143,10 @@ class Training(Replicas):
         self._end(wait=False)
 
 
-open_trainings: list[Training] = []  # in this process; they share one job and one communicator
+open_trainings: list[Training] = []
 
 
 @atexit.register
 def _close_forgotten() -> None:
-    """At a normal end of the script: a rank that failed has ended before."""
     for training in list(open_trainings):
         training.close()

@@ -26,9 +26,13 @@ from tests.thread_ranks import run_ranks
 MODULE = "tests.checks.local_steps"
 
 
-def reference(world_size, optimizer, *, every, warmup):
-    """The formulas of the papers, over copies of the network in one process."""
+def reference(world_size, optimizer, *, every, warmup, outer):
+    """The formulas of the papers, over copies of the network in one process; ``outer``: Algorithm 1
+    of DiLoCo.
+    """
     nets = [network() for _ in range(world_size)]
+    anchors = [p.detach().clone() for p in nets[0].parameters()]
+    velocities = [torch.zeros_like(anchor) for anchor in anchors]
     optimizers = [OPTIMIZERS[optimizer](net) for net in nets]
     found = [[] for _ in nets]
     for step in range(NUM_STEPS):
@@ -43,10 +47,17 @@ def reference(world_size, optimizer, *, every, warmup):
         for steps in optimizers:
             steps.step()
         averages = step >= warmup and (step + 1 - warmup) % every == 0
-        for column in columns if averages else ():
+        for place, column in enumerate(columns if averages else ()):
             mean = torch.stack(column).mean(0).detach()
+            if outer:
+                change = anchors[place] - mean
+                velocities[place] = 0.9 * velocities[place] + change
+                mean = anchors[place] - 0.7 * (change + 0.9 * velocities[place])
+                anchors[place] = mean
             for p in column:
                 p.data.copy_(mean)
+        if step + 1 == warmup:
+            anchors = [p.detach().clone() for p in nets[0].parameters()]
         for rank, net in enumerate(nets):
             found[rank].append(vector(net))
     return found
@@ -54,10 +65,11 @@ def reference(world_size, optimizer, *, every, warmup):
 
 @pytest.mark.parametrize(("world_size", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 @pytest.mark.parametrize(("every", "warmup"), [(3, 0), (4, 3)])
-def test_equals_the_formula_in_one_process(world_size, optimizer, every, warmup):
-    """Of `LocalSGD`; `test_diloco` has those of `DiLoCo`."""
-    found = trained(world_size, LocalSGD(every, warmup_steps=warmup), optimizer)
-    expected = reference(world_size, optimizer, every=every, warmup=warmup)
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_equals_the_formula_in_one_process(world_size, optimizer, every, warmup, kind):
+    found = trained(world_size, kind(every, warmup_steps=warmup), optimizer)
+    outer = kind is DiLoCo
+    expected = reference(world_size, optimizer, every=every, warmup=warmup, outer=outer)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-4, atol=1e-6)
 

@@ -132,7 +132,7 @@ class Job:
             respawn=RespawnLimits(plan.respawns, delay=0.1) if plan.respawns else None,
             silence=SilenceLimits(answer=SILENT_SECONDS),
         )
-        Child.start = lambda child, cwd, **names: self._start_child(child, names)
+        Child.start = lambda child, cwd=None, **names: self._start_child(child, names)
         listed = []
         if hosts is not None:
             chaos_host.enter(hosts.names[0])
@@ -179,7 +179,7 @@ class Job:
                 os.closerange(3, 1024)
                 chaos_host.enter(host)
                 sys.stdin = open(0)  # noqa: SIM115
-                Child.start = lambda child, cwd, **names: self._start_child(child, names)
+                Child.start = lambda child, cwd=None, **names: self._start_child(child, names)
                 return agent.main()
 
             self._agents[self._fork(run)] = name.decode(), client

@@ -106,7 +106,6 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
 
     for number, make in enumerate(
         (
-            lambda: LocalSGD(every=3),
             lambda: LocalSGD(every=3, warmup_steps=2),
             lambda: DiLoCo(every=3, outer_lr=0.5),
         )

@@ -7,7 +7,6 @@ from functools import partial
 from unittest import mock
 
 import lightning as L
-import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ring import RingStrategy
@@ -54,8 +53,8 @@ def environment(**variables):
             del os.environ[name]
 
 
-def steps_of(events, rank):
-    return [event["args"]["step"] for event in slices(events, "steps", rank)]
+def steps_of(events, rank, track="steps"):
+    return [event["args"]["step"] for event in slices(events, track, rank)]
 
 
 def assert_within_steps(events, track, rank):
@@ -72,7 +71,15 @@ def assert_within_steps(events, track, rank):
 
 def check_every_phase_and_bucket_of_every_step(tmp_path):
     path = tmp_path / "deep" / "trace.json"
-    module = train(RingStrategy(timeline=path, bucket_cap_mb=0.0005, force_communication=True))
+    results = []
+    for timeline in (None, path):
+        L.seed_everything(3, verbose=False)
+        module = train(
+            RingStrategy(timeline=timeline, bucket_cap_mb=0.0005, force_communication=True)
+        )
+        results.append(parameters(module))
+    assert (results[0] == results[1]).all()
+    assert_all_ranks_equal(results[1])
     events = read_trace(path)
     for rank in range(SIZE):
         assert steps_of(events, rank) == list(range(6))
@@ -85,7 +92,7 @@ def check_every_phase_and_bucket_of_every_step(tmp_path):
         sent = 0
         for track in buckets:
             carried = slices(events, track, rank)
-            assert [event["args"]["step"] for event in carried] == list(range(6))
+            assert steps_of(events, rank, track) == list(range(6))
             assert {event["name"] for event in carried} == {"all-reduce"}
             assert all(
                 event["args"]["waited_us"] >= 0 <= event["args"]["queued_us"] for event in carried
@@ -118,9 +125,8 @@ def check_sharded_steps_have_both_halves(tmp_path):
         assert [event["name"] for event in halves] == ["reduce-scatter"] * 6
         gathered = slices(events, "parameters of bucket 1", rank)
         assert [event["name"] for event in gathered] == ["all-gather"] * 6
-        assert [event["args"]["step"] for event in gathered] == list(range(6)), (
-            "the step that sent them"
-        )
+        # the step that sent them
+        assert steps_of(events, rank, "parameters of bucket 1") == list(range(6))
         optimizer = {
             event["args"]["step"]: event for event in slices(events, "optimizer step", rank)
         }
@@ -142,12 +148,8 @@ def check_accumulation_compression_validation_and_checkpoints(tmp_path):
     events = read_trace(path)
     for rank in range(SIZE):
         assert steps_of(events, rank) == list(range(12))
-        assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", rank)] == list(
-            range(1, 12, 2)
-        )
-        assert [e["args"]["step"] for e in slices(events, "optimizer step", rank)] == list(
-            range(1, 12, 2)
-        )
+        for track in ("gradients of bucket 0", "optimizer step"):
+            assert steps_of(events, rank, track) == list(range(1, 12, 2))
         pauses = [event["name"] for event in slices(events, "validation and checkpoints", rank)]
         assert pauses.count("checkpoint") == 3
         assert pauses.count("validation batch") >= 4
@@ -157,15 +159,6 @@ def check_accumulation_compression_validation_and_checkpoints(tmp_path):
                     pause["ts"] + pause["dur"] <= step["ts"]
                     or step["ts"] + step["dur"] <= pause["ts"]
                 )
-
-
-def check_training_is_the_same_with_it(tmp_path):
-    results = []
-    for timeline in (None, tmp_path / "trace.json"):
-        L.seed_everything(3, verbose=False)
-        results.append(parameters(train(RingStrategy(timeline=timeline, bucket_cap_mb=0.0005))))
-    assert (results[0] == results[1]).all()
-    assert_all_ranks_equal(results[1])
 
 
 def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path):
@@ -218,24 +211,6 @@ def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [f"trace.rank{SIZE - 1}.jsonl"]
 
 
-def check_a_path_that_another_job_writes_is_one_error(tmp_path):
-    path = tmp_path / "trace.json"
-    other = {"generator": "lightning_ring", "run": "another"}
-    file = (
-        TraceFile(tmp_path / "trace.rank0.jsonl", other, max_bytes=1 << 22) if RANK == 0 else None
-    )
-    WORLD.Barrier()
-    with pytest.raises(
-        ConfigurationError, match=r"is in use: trace\.rank0\.jsonl, another job"
-    ) as caught:
-        train(RingStrategy(timeline=path))
-    assert len(set(WORLD.allgather(str(caught.value)))) == 1
-    assert not path.exists()
-    WORLD.Barrier()
-    if file is not None:
-        file.discard()
-
-
 class Between(L.Callback):
     """Records from batch 2 to batch 5, by hand."""
 
@@ -265,7 +240,7 @@ def check_started_and_stopped_by_hand(tmp_path):
     train(strategy, batches=8, callbacks=[Between(path)])
     events = read_trace(path)
     assert steps_of(events, SIZE - 1) == [2, 3, 4]
-    assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", 0)] == [2, 3, 4]
+    assert steps_of(events, 0, "gradients of bucket 0") == [2, 3, 4]
 
 
 def check_a_largest_size(tmp_path):

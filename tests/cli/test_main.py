@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from lightning_ring.cli import main as dispatcher
+from lightning_ring.tools.plan.inputs import write_profile
 from tests.processes import clean_env
+from tests.tools.plan.profiles import profile, several
 
 
 def test_every_listed_command_is_there():
@@ -16,16 +18,23 @@ def test_every_listed_command_is_there():
         assert what
 
 
-def test_help_lists_the_commands_and_imports_none_of_them():
-    code = (
-        "import sys; from lightning_ring.cli.main import main\ntry: main(['--help'])\nexcept "
-        "SystemExit as end: print(end.code, sorted(sys.modules.keys() & {'torch', 'lightning', "
-        "'mpi4py'}))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240
-    )
-    assert result.stdout.splitlines()[-1] == "0 []", result.stderr
+CODE = """
+import sys
+from lightning_ring.cli.main import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    planned = main(["plan", sys.argv[1], "--network", "1gbit", "--ranks", "1,2"])
+    print(end.code, planned, sorted(sys.modules.keys() & {"torch", "lightning", "mpi4py"}))
+"""
+
+
+def test_help_lists_the_commands_and_neither_it_nor_planning_imports_torch(tmp_path):
+    path = tmp_path / "profile.json"
+    write_profile(profile(*several()), path)
+    command = [sys.executable, "-c", CODE, str(path)]
+    result = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=240)
+    assert result.stdout.splitlines()[-1] == "0 0 []", result.stderr
     for name in dispatcher.COMMANDS:
         assert f"\n  {name} " in result.stdout
 

@@ -1,7 +1,5 @@
 """Decoding, cropping and device transforms, against torchvision and Pillow."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -13,20 +11,15 @@ from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading.transforms import Box, decode_into, height_and_width
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import ConfigurationError
+from tests.data.photos import encode
 from tests.images import picture
 
 transforms = pytest.importorskip("torchvision.transforms.v2")
 functional = transforms.functional
 
 
-def encoded(image, kind="JPEG", **kwargs):
-    file = io.BytesIO()
-    image.save(file, kind, **kwargs)
-    return file.getvalue()
-
-
 def jpeg(height, width):
-    return encoded(Image.fromarray(picture(0, height, width)), quality=92)
+    return encode(Image.fromarray(picture(0, height, width)), quality=92)
 
 
 class Fixed:
@@ -87,20 +80,20 @@ def test_what_is_decoded_smaller_stays_close_to_torchvision(box, factor):
 def test_images_that_simplejpeg_cannot_read():
     pixels = picture(1, 40, 60)
     image, box = Image.fromarray(pixels), Fixed(Box(0, 0, 40, 60, False), 32)
-    exact = reference(encoded(image, "PNG"), box.fixed, 32)
-    assert torch.equal(cropped(encoded(image, "PNG"), box), exact)
+    exact = reference(encode(image, "PNG"), box.fixed, 32)
+    assert torch.equal(cropped(encode(image, "PNG"), box), exact)
     for data in (
-        encoded(image.convert("CMYK"), "JPEG", quality=95),
-        encoded(image.convert("RGBA"), "PNG"),
-        encoded(image, "WEBP", lossless=True),
-        encoded(image, "BMP"),
+        encode(image.convert("CMYK")),
+        encode(image.convert("RGBA"), "PNG"),
+        encode(image, "WEBP", lossless=True),
+        encode(image, "BMP"),
     ):
         assert (cropped(data, box).float() - exact.float()).abs().mean() < 4
     deep = Image.fromarray(pixels[..., 0].astype(np.uint16) * 257)
-    shown = cropped(encoded(deep, "PNG"), box)
+    shown = cropped(encode(deep, "PNG"), box)
     assert torch.equal(shown, exact[:1].expand_as(shown))
     for gray in ("JPEG", "PNG"):
-        shown = cropped(encoded(image.convert("L"), gray), box)
+        shown = cropped(encode(image.convert("L"), gray), box)
         assert torch.equal(shown[0], shown[2])
 
 
@@ -115,10 +108,8 @@ def test_what_is_no_image_raises(data):
 
 
 def test_every_damage_is_a_value_error():
-    png, bmp = (
-        bytearray(encoded(Image.new("RGB", (40, 30)), "PNG")),
-        bytearray(encoded(Image.new("RGB", (40, 30)), "BMP")),
-    )
+    image = Image.new("RGB", (40, 30))
+    png, bmp = (bytearray(encode(image, kind)) for kind in ("PNG", "BMP"))
     at = png.index(b"IDAT")
     # so that the next chunk has no name; Pillow: SyntaxError
     png[at - 4 : at] = (2).to_bytes(4, "big")

@@ -260,7 +260,3 @@ def test_a_state_of_something_else_is_refused(caplog):
 def test_arguments_that_cannot_work(make, message):
     with refused(message):
         make()
-
-
-def test_without_ranks_and_without_torch_distributed_there_is_one_process():
-    assert sorted(ShuffledSampler(10)) == list(range(10))

@@ -2,13 +2,12 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from contextlib import contextmanager
 
 from playwright.sync_api import sync_playwright
 
-from tests.processes import clean_env, end_session
+from tests.processes import started
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -37,22 +36,11 @@ def wait_for(page, *words):
 def open_tensorboard(logs):
     """Its address, on a free port of this machine."""
     serve = ["-m", "tensorboard.main", "--port", "0", "--host", "127.0.0.1", "--logdir"]
-    process = subprocess.Popen(
-        [sys.executable, *serve, str(logs)],
-        env=clean_env(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with started([sys.executable, *serve, str(logs)]) as process:
         said = []
-        for line in process.stderr:  # ends with the process
+        for line in process.stdout:  # ends with the process
             said.append(line)
             if found := re.search(r"http://\S+:\d+/", line):
                 yield found[0]
                 return
         raise AssertionError("TensorBoard did not start:\n" + "".join(said))
-    finally:
-        end_session(process)
-        process.wait(timeout=60)

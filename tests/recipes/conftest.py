@@ -1,10 +1,21 @@
+import sys
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 
 import recipes.train  # noqa: F401  (registers the resolvers that the configuration uses)
-from tests.processes import ROOT
+from tests import forked
+from tests.processes import ROOT, run
+
+TYPED = """
+import atexit, runpy, sys
+
+atexit.register(lambda: print("torch in the parent:", "torch" in sys.modules))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")  # the ranks run this file, not the present one
+"""
 
 
 @pytest.fixture
@@ -22,6 +33,18 @@ def composed(tmp_path):
 
     yield build
     HydraConfig.instance().cfg = None
+
+
+@pytest.fixture
+def typed(tmp_path_factory, tmp_path, monkeypatch):
+    """Runs the recipe in ``tmp_path`` with the given overrides; its last line says whether the
+    typed process imported torch.
+    """
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path_factory.mktemp("typed") / "typed.py"
+    script.write_text(TYPED)
+    train = str(ROOT / "recipes" / "train.py")
+    return lambda *words: run([sys.executable, str(script), train, *words], **forked.ranks())
 
 
 @pytest.fixture(scope="session")

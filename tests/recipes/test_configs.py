@@ -140,7 +140,7 @@ def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, kin
 
 
 @pytest.mark.ranks  # takes seconds
-@pytest.mark.parametrize("sampler", ["pxk", "balanced", "uniform"])
+@pytest.mark.parametrize("sampler", ["balanced", "uniform"])  # "pxk": test_identify.py
 def test_scan_to_identify_takes_two_steps_and_retrieves(
     sampler, composed, catalogue, tmp_path, capsys
 ):
@@ -182,12 +182,9 @@ def test_another_number_of_classes_is_told(composed, catalogue):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
-    sorted(
-        {(name, "cosine") for name in options("optimizer")}
-        | {("sgd", name) for name in ("cosine", "poly")}
-    ),
+    [(name, "poly" if name == "sgd" else "cosine") for name in options("optimizer")],
 )
-def test_every_optimizer_and_every_schedule_learns(optimizer, schedule, composed):
+def test_every_optimizer_learns(optimizer, schedule, composed):
     """From the learning rate of its file at the peak down to almost none; biases and BatchNorm
     do not decay.
     """

@@ -9,21 +9,14 @@ import recipes.eval
 import recipes.train
 
 
-@pytest.fixture
-def folder(composed, tmp_path):
-    """A finished run of ``experiment=debug``, as Hydra leaves it."""
+def test_checkpoint_gives_the_metrics_of_its_run_and_values_can_be_changed(
+    composed, tmp_path, monkeypatch, capsys
+):
     config = composed("experiment=debug")
     metrics = recipes.train.train(config)
     (tmp_path / ".hydra").mkdir()
     OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml")
-    return tmp_path, metrics
-
-
-def test_checkpoint_gives_the_metrics_of_its_run_and_values_can_be_changed(
-    folder, monkeypatch, capsys
-):
-    path, metrics = folder
-    checkpoint = f"ckpt_path={path}/checkpoints/best.ckpt"
+    checkpoint = f"ckpt_path={tmp_path}/checkpoints/best.ckpt"
     monkeypatch.setattr(sys, "argv", ["eval.py", checkpoint])
     capsys.readouterr()
     recipes.eval.main()

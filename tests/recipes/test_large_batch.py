@@ -14,7 +14,7 @@ from tests.processes import ROOT
 
 TINY = [
     "batch_sizes=[128,256]",
-    "seeds=[1,2]",
+    "seeds=[1]",
     "workers=1",
     "settings.epochs=3",
     "settings.copies=1",

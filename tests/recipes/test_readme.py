@@ -33,13 +33,10 @@ RECIPES = [
 ]
 
 
-def test_quick_start_has_two_commands_of_one_line():
+def test_quick_start_has_two_commands_of_one_line_of_which_ci_runs_the_tests():
     assert [command.count("\n") for command in COMMANDS] == [1, 1]
     assert "recipes/train.py" in COMMANDS[0]
     assert "pytest" in COMMANDS[1]
-
-
-def test_ci_runs_the_readmes_test_command():
     assert COMMANDS[1].strip() in (ROOT / ".ci" / "run").read_text().replace("\\\n", "")
 
 

@@ -3,16 +3,11 @@ it.
 """
 
 import re
-import sys
 
 import pytest
 
 from lightning_ring.errors import ConfigurationError
 from recipes.start import check, start_ranks
-from tests import forked
-from tests.processes import ROOT, run
-
-TRAIN = str(ROOT / "recipes" / "train.py")
 
 
 @pytest.fixture(autouse=True)
@@ -48,28 +43,6 @@ MISTAKES = [
 ]
 
 
-TYPED = """
-import atexit, runpy, sys
-
-atexit.register(lambda: print("torch in the parent:", "torch" in sys.modules))
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")  # the ranks run this file, not the present one
-"""
-
-
-@pytest.fixture
-def typed(tmp_path):
-    """Runs the recipe with the given overrides; its last line says whether the typed process
-    imported torch.
-    """
-    script = tmp_path / "typed.py"
-    script.write_text(TYPED)
-    return lambda *overrides: run(
-        [sys.executable, str(script), TRAIN, f"hydra.run.dir={tmp_path / 'run'}", *overrides],
-        **forked.ranks(),
-    )
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(("overrides", "says"), MISTAKES)
 def test_a_mistake_is_found_before_ranks_start(overrides, says, typed, tmp_path):
@@ -82,17 +55,6 @@ def test_a_mistake_is_found_before_ranks_start(overrides, says, typed, tmp_path)
     assert torch_imported == "torch in the parent: False"
     assert "mpirun" not in result.stdout
     assert not list(tmp_path.glob("**/events.*"))
-
-
-@pytest.mark.ranks
-def test_the_process_that_starts_the_ranks_imports_no_torch(typed):
-    result = typed(
-        "trainer.max_epochs=1", "+trainer.limit_train_batches=2", "test=false", "schedule.warmup=0"
-    )
-    assert result.returncode == 0, result.stdout
-    assert "trained 1 epoch(s) on 2 rank(s)" in result.stdout
-    assert "torch in the parent: False" in result.stdout
-    assert result.stdout.count("GPU available") == 1
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,14 @@ def accuracy_in_one_process(checkpoint):
         return (network(images).argmax(1) == labels).double().mean().item()
 
 
-def test_default_recipe_starts_two_ranks_and_reads_digits():
-    result = run([sys.executable, SCRIPT], **forked.ranks())
+def test_default_recipe_starts_two_ranks_and_reads_digits(typed):
+    result = typed()
     assert result.returncode == 0, result.stdout
-    assert accuracy_of(result.stdout) >= 0.97
-    assert "on 2 rank(s)" in result.stdout
+    output, torch_imported = result.stdout.split("torch in the parent: ")
+    assert torch_imported == "False\n"
+    assert accuracy_of(output) >= 0.97
+    assert "trained 20 epoch(s) on 2 rank(s)" in output
+    assert output.count("GPU available") == 1
     # a line for each epoch where output is no terminal
     assert result.stdout.count(", img/s ") == 20
     assert "\x1b" not in result.stdout

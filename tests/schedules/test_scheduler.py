@@ -1,5 +1,3 @@
-import io
-
 import pytest
 import torch
 from lightning import LightningModule
@@ -8,64 +6,24 @@ from torch.utils.data import DataLoader
 
 from lightning_ring.optim import LARS
 from lightning_ring.schedules import WarmupLR, warmup_cosine, warmup_multistep, warmup_poly
-from tests.optim.ways import (
-    assert_equal,
-    random_params,
-    set_random_grads,
-)
+from tests.optim.ways import random_params, take_steps
 from tests.trainers import quiet_trainer
 
 SCHEDULE = warmup_poly(total=20, warmup=5, start_factor=0.1)
 
 
-def make_run():
+def test_learning_rate_of_every_group_follows_the_schedule():
     params = random_params()
     optimizer = LARS([{"params": params[:4], "lr": 0.3}, {"params": params[4:]}], lr=0.5)
-    return params, optimizer, WarmupLR(optimizer, SCHEDULE)
-
-
-def go(params, optimizer, scheduler, first, last):
-    for step in range(first, last):
-        set_random_grads(params, step)
-        optimizer.step()
-        scheduler.step()
-
-
-def test_learning_rate_of_every_group_follows_the_schedule():
-    params, optimizer, scheduler = make_run()
+    scheduler = WarmupLR(optimizer, SCHEDULE)
     for step in range(25):
         assert [group["lr"] for group in optimizer.param_groups] == [
             0.3 * SCHEDULE(step),
             0.5 * SCHEDULE(step),
         ]
         assert scheduler.get_last_lr() == [0.3 * SCHEDULE(step), 0.5 * SCHEDULE(step)]
-        go(params, optimizer, scheduler, step, step + 1)
-
-
-def test_resumes_exactly():
-    params, optimizer, scheduler = make_run()
-    go(params, optimizer, scheduler, 0, 3)
-    file = io.BytesIO()
-    torch.save(
-        {
-            "o": optimizer.state_dict(),
-            "s": scheduler.state_dict(),
-            "w": [p.detach() for p in params],
-        },
-        file,
-    )
-    go(params, optimizer, scheduler, 3, 15)
-
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    others, other_optimizer, other_scheduler = make_run()
-    other_optimizer.load_state_dict(saved["o"])
-    other_scheduler.load_state_dict(saved["s"])
-    with torch.no_grad():
-        for param, value in zip(others, saved["w"], strict=True):
-            param.copy_(value)
-    go(others, other_optimizer, other_scheduler, 3, 15)
-    assert_equal(params, others)
+        take_steps(optimizer, params, step, step + 1)
+        scheduler.step()
 
 
 def test_refuses_what_is_no_schedule():

@@ -49,12 +49,12 @@ def test_a_torn_last_line_is_no_event_and_no_end(tmp_path):
 @pytest.mark.ranks
 def test_whole_after_kill_9_at_any_time(tmp_path):
     result = run(
-        [sys.executable, "-m", "tests.timeline.killed_writers", str(tmp_path / "t.jsonl"), "100"]
+        [sys.executable, "-m", "tests.timeline.killed_writers", str(tmp_path / "t.jsonl"), "60"]
     )
     assert result.returncode == 0, result.stdout
     lines = result.stdout.splitlines()
-    assert len(lines) == 100
-    assert len(set(lines)) > 30, "killed at many different places"
+    assert len(lines) == 60
+    assert len(set(lines)) > 20, "killed at many different places"
 
 
 def test_a_full_file_drops_what_comes_later_and_stays_valid(tmp_path):

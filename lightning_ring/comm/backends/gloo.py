@@ -25,11 +25,9 @@ from lightning_ring.errors import ConfigurationError
 
 CHECK_VARIABLE = "RING_CHECK_COLLECTIVES"  # 1: NCCL's calls are compared between ranks
 
-# measured between two hosts at 1 Gbit/s: a second one takes 5 % off a step, a third one 2 %, a
-# fourth nothing
+# A fourth one gains nothing.
 _NUM_CHANNELS = 3
-# nobody sends under these; more than one, since Gloo has connections for each network interface,
-# chosen by the tag
+# Nobody sends under these. The tag chooses among Gloo's connections, one a network interface.
 _INTERRUPTING_TAGS = range(4, 8)
 _LOOK = timedelta(seconds=0.1)
 _NATIVE = (torch.float32, torch.float64)
@@ -39,11 +37,10 @@ _GPU_NAMES = {"nccl": ("CUDA", "cuda", torch.cuda), "xccl": ("Intel", "xpu", tor
 def open_torch_communicator(
     backend: str = "gloo", policy: WaitPolicy | None = None, device: torch.device | None = None
 ) -> Communicator:
-    """A communicator over all ranks with process groups of its own; ``backend`` is gloo, nccl or
-    xccl (Intel's GPUs).
+    """A communicator over all ranks; ``backend`` is gloo, nccl or xccl (Intel's GPUs).
 
-    Collective over the whole default group, which must be up. NCCL and XCCL start on ``device``, by
-    default that of the default group, or the current one.
+    Collective over the default group. NCCL and XCCL start on ``device``, by default that of the
+    default group, or the current one.
 
     Raises:
         ConfigurationError: The default group is not up, or this torch lacks ``backend``.
@@ -67,8 +64,7 @@ def open_torch_communicator(
     host = GlooCommunicator(_own_group(policy), policy)
     if backend == "gloo":
         return host
-    # its kernels are short beside those of backward, and the step waits for them: they go first
-    # where both are ready
+    # Its kernels are short beside those of backward, and the step waits for them.
     options = getattr(dist, f"ProcessGroup{backend.upper()}").Options(is_high_priority_stream=True)
     options._timeout = policy.timeout
     if device is None or device.index is None:
@@ -86,18 +82,15 @@ def open_torch_communicator(
 
 
 def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:
-    """Send and receive between all ranks over a process group of their own. Collective over the
-    default group.
-    """
+    """Send and receive between all ranks. Collective over the default group."""
     return GlooTransport(_own_group(policy))
 
 
 def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> GlooCommunicator:
     """A Gloo communicator for each of the disjoint ``parts`` of the ranks; this rank's is returned.
 
-    Collective over the whole default group: torch wants every rank to take part in making every
-    group. Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks
-    agreed on its calls before.
+    Collective over the whole default group, as torch requires. Ranks of a part are numbered in
+    ascending order. It exchanges no headers: all ranks agreed on its calls before.
     """
     groups = [(_own_group(policy, sorted(part)), sorted(part)) for part in parts]
     group, members = next(pair for pair in groups if isinstance(pair[0], dist.ProcessGroup))
@@ -105,9 +98,8 @@ def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> Gl
 
 
 def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
-    """A new group, or on other ranks a constant. Gloo's own limit comes second: its errors name
-    no collective.
-    """
+    """A new group, or on other ranks a constant."""
+    # Our timeout comes first: Gloo's errors name no collective.
     limit = policy.timeout + timedelta(seconds=30)
     group = dist.new_group(ranks, timeout=min(limit, policy.opening), backend="gloo")
     if policy.opening < limit and isinstance(group, dist.ProcessGroup):
@@ -116,9 +108,7 @@ def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
 
 
 def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Let later collectives of ``group`` take up to ``limit``, on each kind of device; the time of
-    its opening differs.
-    """
+    """Let later collectives of ``group`` take up to ``limit``."""
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(limit)
 
@@ -126,11 +116,10 @@ def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
 class GlooCommunicator(RingCommunicator):
     """CPU tensors over a Gloo ``group`` of its own.
 
-    The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own
-    reduce-scatter takes longer than its all-reduce. Whole all-reduces of float32 and float64, if
-    not too short, are Gloo's own, which needs no interpreter while it runs; AVG then divides before
-    it sums, as DistributedDataParallel does, with its bits. One begins while the one before it is
-    still on the wire: Gloo has two threads for them.
+    Reduce-scatter is this package's ring over Gloo's send and receive: Gloo's own takes longer than
+    its all-reduce. Longer all-reduces of float32 and float64 are Gloo's own, which needs no
+    interpreter while it runs; AVG then divides before it sums, with DistributedDataParallel's bits.
+    Gloo's two threads run two of them at a time.
     """
 
     def __init__(
@@ -168,7 +157,7 @@ class GlooCommunicator(RingCommunicator):
         return started
 
     def _wait_for(self, work: dist.Work) -> None:
-        """Without the interpreter's lock, but for a moment every tenth of a second."""
+        """Release the interpreter's lock, except for a moment every tenth of a second."""
         while not work.is_completed():
             self._arriving.while_waiting(())
             with contextlib.suppress(RuntimeError):  # the time is up
@@ -226,7 +215,7 @@ class GlooTransport:
             try:
                 request.work.wait(timedelta(seconds=left + 0.01))
             except RuntimeError:
-                # raises if the time is up: that error names the collective
+                # Raises if the time is up, and names the collective.
                 self.while_waiting((request.peer,))
                 raise
 

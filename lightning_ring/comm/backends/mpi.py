@@ -1,7 +1,6 @@
-"""MPI between CPUs, through mpi4py: the ring over nonblocking messages of bytes, so that every
-dtype travels.
+"""MPI between CPUs, through mpi4py: the ring over nonblocking messages of bytes.
 
-mpi4py is imported when a communicator is built, not with this module: importing it starts MPI.
+mpi4py is imported when a communicator is built: importing it starts MPI.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def open_mpi_subgroup(
     """An MPI communicator for each of the disjoint ``parts`` of ``comm``'s ranks; this rank's is
     returned. Collective.
 
-    Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on
-    its calls before.
+    As `open_gloo_subgroup`.
     """
     mine, members = next(
         (index, sorted(part)) for index, part in enumerate(parts) if comm.rank in part
@@ -77,8 +75,6 @@ def open_mpi_subgroup(
 
 @dataclass(slots=True, eq=False)
 class MPIMessage:
-    """A send or a receive under way."""
-
     request: Any
     tensor: Tensor  # kept alive: MPI holds a bare pointer
     peer: int
@@ -93,7 +89,7 @@ class MPITransport:
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
-        # 32,767 at least; messages with tags above share this one, in the order of the calls
+        # 32,767 at least. Messages with tags above share it, in the order of the calls.
         self._highest_tag: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
         self._under_way: set[MPIMessage] = set()
         self.rank: int = comm.rank
@@ -124,7 +120,7 @@ class MPITransport:
         if self._mpi.Is_finalized():
             return
         if not broken:
-            # local in practice, as the MPI standard expects (section "Communicator Destructors")
+            # Local in practice, as the MPI standard expects.
             self._comm.Free()
             return
         for message in self._under_way:
@@ -143,9 +139,7 @@ class MPITransport:
 
 
 def _duplicate(comm: Any, policy: WaitPolicy) -> Any:
-    """A copy of ``comm`` for our messages alone. `Comm.Dup` would wait for ever for a rank that
-    never comes.
-    """
+    # `Comm.Dup` would wait for ever for a rank that never comes.
     until = time.monotonic() + policy.seconds
     duplicate, request = comm.Idup()
 

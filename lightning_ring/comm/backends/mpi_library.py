@@ -12,8 +12,7 @@ from types import ModuleType
 
 from lightning_ring.errors import RankDiscoveryError
 
-# Set by the launchers of Open MPI, MPICH and Intel MPI, MVAPICH, PMIx and Cray for every rank they
-# start
+# Set by the launchers of Open MPI, MPICH and Intel MPI, MVAPICH, PMIx and Cray for every rank.
 _VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "PMIX_RANK", "PALS_RANKID")
 SAME_LIBRARY = (
     "Use the mpirun beside this Python (`lightning-ring doctor` shows both), or reinstall mpi4py "
@@ -66,7 +65,7 @@ def import_mpi(launcher: str = "an MPI launcher") -> ModuleType:
 
 
 def _other_family(launcher: str, library: str) -> str | None:
-    """The launcher's name where it cannot start the MPI ``library`` of that version text."""
+    """The launcher's name if it cannot start that MPI ``library``."""
     if launcher == "Open MPI" and library.startswith(("MPICH", "Intel(R) MPI")):
         return "the mpirun of Open MPI"
     is_open_mpi = library.startswith("Open MPI")
@@ -77,5 +76,5 @@ def _other_family(launcher: str, library: str) -> str | None:
 
 
 def library_name(version: str) -> str:
-    """Name and release, from the text of ``MPI.Get_library_version()``."""
+    """Name and release in the text of ``MPI.Get_library_version()``."""
     return " ".join(version.replace("\0", "").split(",")[0].splitlines()[0].split())

@@ -1,6 +1,4 @@
-"""NCCL through torch.distributed: work is queued on the GPU's streams, and waiting for it does
-not stop the host.
-"""
+"""NCCL through torch.distributed: work is queued on the GPU's streams."""
 
 from __future__ import annotations
 
@@ -27,14 +25,12 @@ from lightning_ring.comm.ring import PaddedRows, check_reducible, divides_first,
 from lightning_ring.comm.waiting import WaitPolicy, poll_until, transport_error
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 
-ENDING_SECONDS = 5.0  # collectives whose peers live end within that; those of a failed one never do
+ENDING_SECONDS = 5.0  # collectives whose peers are alive end within that
 # A launch takes microseconds, unless the driver's queue is full behind a kernel that never ends.
 LAUNCH_SECONDS = 1.0
 
 
 class Launched(NamedTuple):
-    """A collective on the streams."""
-
     description: str
     since: float  # by the monotonic clock
     work: Any  # of torch.distributed
@@ -45,9 +41,9 @@ class StreamWork:
     """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first
     `wait`.
 
-    ``held`` refers to the collective's tensors until then. torch's work drops them when the first
-    stream is ordered after it, which may be the monitor's: the stream that computes could get their
-    memory for other tensors, which the collective still reads.
+    ``held`` refers to the collective's tensors until then. torch drops them when the first stream
+    is ordered after it, perhaps the monitor's: the stream that computes could then reuse memory
+    that the collective still reads.
     """
 
     _description: str
@@ -56,9 +52,7 @@ class StreamWork:
     _held: Any
 
     def order_current_stream(self) -> None:
-        """Have the current stream go on after the collective; unlike `wait` this queues nothing
-        behind it.
-        """
+        """Let the current stream wait for the collective, without ``finish``."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -76,10 +70,7 @@ class StreamWork:
 
 
 class StreamQueue:
-    """The collectives of one communicator that the GPU has not ended, as far as the host knows.
-
-    An `Engine`: the stall report shows the names of those that the GPU waits in.
-    """
+    """The `Engine` of collectives that the GPU has not ended, as far as the host knows."""
 
     def __init__(self, policy: WaitPolicy) -> None:
         self._policy = policy
@@ -94,7 +85,6 @@ class StreamQueue:
         return StreamWork(description, work, finish, held)
 
     def head(self) -> Launched | None:
-        """The first one that has not ended. From any thread."""
         return next(
             (launched for launched in tuple(self._open) if not launched.work.is_completed()), None
         )
@@ -113,13 +103,12 @@ class StreamQueue:
         return last[:2] if last is not None else None
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Block until ``reached()``, which is behind these collectives, as long as the policy
-        allows.
+        """Block until ``reached()``, a point after these collectives.
 
         Raises:
             PeerFailedError: Another rank failed meanwhile.
-            CollectiveError: A collective did not end within the timeout. Time is counted from when
-                it was seen to be the first one open: before that the GPU had other things to do.
+            CollectiveError: A collective did not end within the timeout, counted from when it was
+                seen to be the first one open.
         """
         policy, known, since, num_warnings = self._policy, None, 0.0, 0
 
@@ -142,7 +131,6 @@ class StreamQueue:
         policy.raise_if_broken()
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait until all collectives have ended, for ``seconds`` at most; whether they did."""
         until = time.monotonic() + seconds
         poll_until(lambda: self.under_way() is None or time.monotonic() > until, lambda: None)
         return self.under_way() is None
@@ -154,15 +142,13 @@ class NCCLCommunicator(Communicator):
 
     The group is NCCL's, or one that behaves alike: RCCL on AMD's GPUs, XCCL on Intel's.
 
-    `Work.wait` orders the current stream after the collective. A collective that does not finish is
-    ended by `abandon`, or by NCCL's watchdog in torch after the timeout the group was made with.
-    Shards that NCCL cannot split evenly (length not a multiple of the world size) travel through a
-    padded copy. One rank alone uses NCCL too: that is how its cost is measured on one GPU
-    (``force_communication=True``).
+    `Work.wait` orders the current stream after the collective. `abandon`, or NCCL's watchdog in
+    torch after the group's timeout, ends a collective that does not finish. A length that is no
+    multiple of the world size travels as a padded copy. One rank alone uses NCCL too, which
+    measures its cost on one GPU (``force_communication=True``).
 
-    NCCL compares nothing: ranks that call different collectives hang, or sum what does not belong
-    together. If ``checked``, the ranks exchange what they call over ``host`` first, which costs a
-    message time each.
+    NCCL compares nothing: ranks that call different collectives hang, or get wrong sums. If
+    ``checked``, the ranks compare their calls over ``host`` first, one message time each.
     """
 
     def __init__(
@@ -186,10 +172,8 @@ class NCCLCommunicator(Communicator):
         self.world_size = host.world_size
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that NCCL has registered where the GPU reduces in NVLink's switches; a collective
-        copies nothing then.
-
-        torch's DistributedDataParallel takes its buckets from there too.
+        """Registered with NCCL if the GPU reduces in NVLink's switches: collectives then copy
+        nothing.
         """
         backend = self._group._get_backend(device)
         if getattr(backend, "supports_tensor_alloc", lambda device: False)(device):
@@ -272,13 +256,12 @@ class NCCLCommunicator(Communicator):
     def interrupt(self) -> None:
         """End this group's kernels, from any thread, after the policy has failed.
 
-        A rank that is inside the driver (``loss.item()``) waits for them, and they wait for a rank
-        that never comes. What they leave in their tensors is no result.
+        A rank inside the driver (``loss.item()``) waits for them. Their tensors hold no result.
         """
         # NCCL frees the communicator, which a launch in another thread may still use.
         mine = self._launching.acquire(timeout=LAUNCH_SECONDS)
         try:
-            # To abort twice is safe. To abort what was destroyed is not.
+            # Aborting a destroyed group is not safe.
             if not self._closed:
                 # torch 2.6 aborts backends alone, not the group
                 for device in self._group._device_types:
@@ -288,19 +271,17 @@ class NCCLCommunicator(Communicator):
                 self._launching.release()
 
     def abandon(self) -> None:
-        """Abort the group. To destroy it would wait for kernels that end only once every rank takes
-        part.
+        """Abort the group. Destroying it would wait for the other ranks.
 
-        Those that all ranks have called get a moment: parameters of the fit before may be among
-        them. A group that ended well is aborted too: destroying waits for the node's other ranks,
-        some of which may be aborting theirs.
+        Collectives that all ranks have called get a moment: parameters of the fit before may be
+        among them.
         """
         if not self._closed:
             self._closed = True
             if dist.is_initialized():
                 if self._policy.error is None:
                     self.queue.ends_within(ENDING_SECONDS)
-                # the script destroyed it with torch's other groups
+                # The script may have destroyed it.
                 with contextlib.suppress(ValueError):
                     _abort_process_group(self._group)
             self._host.abandon()
@@ -323,12 +304,12 @@ class NCCLCommunicator(Communicator):
         self._policy.raise_if_broken()
         if self._closed:
             raise CollectiveError(f"{what}: this communicator was closed; build a new one.")
-        if self._checked:  # the host's collectives compare names, and tell which rank does not come
+        if self._checked:  # the host's collectives compare names
             self._host.all_reduce_(torch.zeros(1), name=f"call of {what}").wait()
         try:
             with self._launching:
                 self._policy.raise_if_broken()
-                # `launch` refers to all tensors of the collective
+                # `launch` refers to all tensors.
                 return self.queue.add(what, launch(), finish, launch)
         except RingError:
             raise
@@ -336,12 +317,10 @@ class NCCLCommunicator(Communicator):
             raise transport_error(what, error) from error
 
     def _prepared(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
-        """``flat`` as a dtype that NCCL reduces, and the operation it is asked for; `_divide` does
-        what is missing.
+        """``flat`` as a dtype that NCCL reduces, and NCCL's operation; `_divide` does the rest.
 
-        NCCL's AVG multiplies by 1/N in the tensor's own type: in 16 bits that factor is off by up
-        to 0.2 % where N is no power of two, for all gradients alike. `prepare_` divides them in
-        float32 before they are summed.
+        NCCL's AVG multiplies by 1/N in the tensor's dtype, which is off by up to 0.2 % in 16 bits.
+        `prepare_` divides in float32 before the sum.
         """
         check_reducible(flat, op)
         if flat.dtype is torch.int16 or (flat.is_complex() and op is ReduceOp.PRODUCT):
@@ -366,7 +345,7 @@ _open: weakref.WeakSet[NCCLCommunicator] = weakref.WeakSet()
 
 @cache
 def _abort_at_exit() -> None:
-    """Once a process, and before torch's default group is destroyed: handlers run in reverse."""
+    """Registered last, it runs before torch's handler destroys the default group."""
 
     def abort_all() -> None:
         for comm in list(_open):

@@ -18,9 +18,9 @@ from lightning_ring.job.exit import say
 from lightning_ring.job.launchers import launcher_variables
 
 _OURS = "lightning_ring.horovod"
-# which module of this package stands in the place of which of Horovod's
+# Horovod's modules and ours
 _MODULES = {
-    "horovod.common": None,  # an empty package
+    "horovod.common": None,
     "horovod.common.basics": f"{_OURS}.builds",
     "horovod.common.elastic": f"{_OURS}.elastic",
     "horovod.common.exceptions": "lightning_ring.errors",
@@ -44,9 +44,7 @@ _USAGE = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``arguments``: a script and its arguments, or ``-m``, a module and its arguments.
-    Returns an exit code.
-    """
+    """Run ``arguments``: a script, or ``-m`` and a module, with arguments. Returns an exit code."""
     if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
         print(_USAGE, file=sys.stderr if not arguments else sys.stdout)
         return 2 if not arguments else 0
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _put_on_path() -> None:
-    """Have ``import horovod`` lead here: in this process, and in those that it starts."""
+    """Have ``import horovod`` lead here, in this process and its children."""
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([_ON_PATH, *others]))
     sys.path.insert(0, _ON_PATH)
@@ -93,7 +91,7 @@ def _say_which() -> None:
 
 
 class Names(MetaPathFinder, Loader):
-    """Imports of Horovod's modules give ours. Those that have no counterpart cannot be imported."""
+    """Imports of Horovod's modules give ours; the others fail."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

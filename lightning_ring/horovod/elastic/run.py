@@ -17,23 +17,18 @@ T = TypeVar("T")
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Decorate ``func(state, ...)``, whose first argument is a `State`. It begins at what ``state``
-    says.
+    """Decorate ``func(state, ...)``, whose first argument is a `State`.
 
-    Before it is called ``state.sync()`` hands rank 0's state to all ranks; rank 0 is one of those
-    that have been there longest. When a rank dies the others go back to the last commit, meet anew,
-    call the reset callbacks, and call ``func`` again; when ranks come they do the same without
-    going back. All ranks return together.
+    ``state.sync()`` first hands rank 0's state to all ranks; rank 0 is one of the oldest. When a
+    rank dies the others go back to the last commit, call the reset callbacks, and call ``func``
+    again; when ranks come they do so without going back. All ranks return together.
 
-    Outside of a job that goes on when ranks die (``ringrun --min-ranks``) an error ends the job, as
-    everywhere.
+    Without ``ringrun --min-ranks`` an error ends the job.
     """
     return run_fn(func, reset)
 
 
 def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T]:
-    """`run` with a function of its own that meets the other ranks anew."""
-
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         skip_sync = False
@@ -48,7 +43,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                     views.has_state = True
                 result = func(state, *args, **kwargs)
                 if views is not None:
-                    # else who has returned would be missing where a rank dies in the last steps
+                    # a rank that has returned would be missing if another dies in the last steps
                     barrier()
                 return result
             except HostsUpdatedInterrupt as interrupt:

@@ -12,12 +12,11 @@ from lightning_ring.horovod.context import rank, size
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals out the samples of ``dataset`` that no rank has processed in this epoch, equally many
-    to each rank.
+    """Deals out the samples of ``dataset`` that are not processed yet, equally many to each rank.
 
     Put it into a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of
-    an epoch. Where the rest is not divisible by the ranks its first samples come twice. With
-    ``shuffle`` the order follows from ``seed`` and the epoch, the same on all ranks.
+    an epoch. If the rest is not divisible by the ranks, its first samples come twice. With
+    ``shuffle`` the order follows from ``seed`` and the epoch.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -25,12 +24,11 @@ class ElasticSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self.processed_num = 0  # samples of all ranks, from the front of the order
-        self.processed_indices: set[int] = set()  # those beyond it, as `record_indices` was told
+        self.processed_num = 0  # samples of all ranks
+        self.processed_indices: set[int] = set()  # beyond those, by `record_indices`
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``, of which nothing is processed."""
         self.epoch = epoch
         self.processed_num = 0
         self.processed_indices = set()
@@ -41,9 +39,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """This rank has processed the samples ``indices``; the others learn it when the state is
-        synchronised.
-        """
+        """This rank has processed the samples ``indices``; `State.sync` tells the others."""
         self.processed_indices.update(int(index) for index in indices)
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +55,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal out what is left, to the ranks that are there now."""
+        """Deal out what is left to the current ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:

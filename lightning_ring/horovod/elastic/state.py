@@ -1,4 +1,4 @@
-"""What a training can go back to, and gets from another rank: `State` and its kinds."""
+"""`State` and its kinds: what a training goes back to, or gets from another rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from lightning_ring.horovod.functions import (
 
 
 class State:
-    """Derive from it and write `save`, `restore` and `sync`, and `reset` where something depends on
-    the ranks.
+    """Derive from it and write `save`, `restore` and `sync`, and `reset` if needed.
 
     Args:
         bcast_object: Sends rank 0's object to all ranks, as `broadcast_object`.
@@ -36,13 +35,10 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Call each of ``callbacks`` whenever the ranks have changed, before the state is
-        synchronised.
-        """
+        """Call each of ``callbacks`` when the ranks have changed, before `sync`."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks have changed."""
         self._hosts_updated = False
         self.reset()
         for callback in self._reset_callbacks:
@@ -53,15 +49,15 @@ class State:
         self._hosts_updated = True
 
     def commit(self) -> None:
-        """Keep the state as it is now, for `restore`; then `check_host_updates`. Collective."""
+        """`save`, then `check_host_updates`. Collective."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Let other ranks take part, if some wait. Collective: rank 0's knowledge counts.
+        """Let waiting ranks take part. Collective.
 
         Raises:
-            HostsUpdatedInterrupt: On all ranks; `run` goes on after it.
+            HostsUpdatedInterrupt: On all ranks; `run` handles it.
         """
         waits = newcomers_wait()
         if waits is None and not self._hosts_updated:
@@ -89,7 +85,7 @@ class State:
 
 
 class ObjectState(State):
-    """Picklable objects, each an attribute of the name under which it is given."""
+    """Picklable objects as attributes, by name."""
 
     def __init__(
         self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
@@ -117,9 +113,7 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """Modules, optimizers and `ElasticSampler`s, through their state dicts, and other picklable
-    objects.
-    """
+    """Modules, optimizers, `ElasticSampler`s (by their state dicts), and picklable objects."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         given = {**kwargs, "model": model, "optimizer": optimizer}
@@ -171,7 +165,6 @@ class StateHandler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Take over rank 0's state. Collective."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
@@ -193,7 +186,6 @@ class OptimizerStateHandler(StateHandler):
 
 class SamplerStateHandler(StateHandler):
     def sync(self) -> None:
-        """Rank 0's epoch and count; what any rank has processed beyond."""
         states = allgather_object(self.value.state_dict())
         processed = set().union(*(state.get("processed_indices", ()) for state in states))
         self.value.load_state_dict({**states[0], "processed_indices": processed})
@@ -212,9 +204,8 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """From here on a `TorchState` handles values by ``registry``: pairs of a type and its
-    handler, the first counts.
-    """
+    """Have `TorchState` choose handlers from ``registry``: pairs of type and handler; the first
+    match counts."""
     global _registry
     _registry = registry
 

@@ -17,14 +17,12 @@ from lightning_ring.options import BroadcastBuffers
 
 
 class BufferBroadcast:
-    """Broadcasts a module's buffers as often as ``RingStrategy(broadcast_buffers=)`` (``when``)
-    asks.
+    """Broadcasts a module's buffers as ``RingStrategy(broadcast_buffers=)`` (``when``) asks.
 
     With ``"epoch"``, statistics of normalization layers may differ between ranks within an epoch:
-    no training step reads them. Any other buffer (a queue of features, a codebook) may enter the
-    loss. Therefore those are compared over the ranks before training batches 1, 2, 4, 8, ... of the
-    fit, counted from 0; the buffers that differ are broadcast before every training step from then
-    on, as DDP does, with a warning.
+    no training step reads them. Other buffers (a queue of features, a codebook) are compared before
+    training batches 1, 2, 4, 8, ... of the fit, counted from 0. Those that differ are broadcast
+    before every training step from then on, with a warning.
     """
 
     def __init__(self, when: BroadcastBuffers) -> None:
@@ -34,7 +32,7 @@ class BufferBroadcast:
 
     @property
     def state(self) -> tuple[int, set[str]]:
-        """What the ranks have to agree on, and hand to a rank that joins them."""
+        """What the ranks have to agree on."""
         return self._num_batches, set(self._every_step)
 
     @state.setter
@@ -42,7 +40,6 @@ class BufferBroadcast:
         self._num_batches, self._every_step = state
 
     def sends_before(self, batch_idx: int, accumulate: int = 1) -> bool:
-        """Whether `before_batch` communicates now."""
         find = self._when == "epoch" and self._num_batches.bit_count() == 1
         every = bool(self._every_step) and batch_idx % accumulate == 0
         return find or every or self._when == "step" or (self._when == "epoch" and batch_idx == 0)
@@ -52,11 +49,10 @@ class BufferBroadcast:
     ) -> None:
         """Before the training step of batch ``batch_idx`` of its epoch; collective.
 
-        With gradient accumulation buffers that differ are broadcast once for ``accumulate``
-        batches, as DDP does.
+        Under gradient accumulation, once for ``accumulate`` batches, as DDP does.
         """
         if self._when == "epoch" and comm.world_size > 1:
-            if self._num_batches.bit_count() == 1:  # a power of two
+            if self._num_batches.bit_count() == 1:
                 self._find_different(module, comm)
             self._num_batches += 1
         if self._when == "step" or (self._when == "epoch" and batch_idx == 0):
@@ -98,9 +94,8 @@ class BufferBroadcast:
 def broadcast_after_swap(trainer: pl.Trainer, broadcast: Callable[[], None]) -> None:
     """Broadcast again after all other callbacks, if one may replace buffers of the module.
 
-    Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, which follows the
-    strategy's ``on_validation_start``: each rank would evaluate its own average of BatchNorm
-    statistics.
+    Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, after the strategy's
+    ``on_validation_start``: each rank would evaluate its own BatchNorm statistics.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     plain = pl.Callback.on_validation_epoch_start
@@ -109,9 +104,7 @@ def broadcast_after_swap(trainer: pl.Trainer, broadcast: Callable[[], None]) -> 
 
 
 def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All buffers, by name, except the running statistics of normalization layers: only
-    evaluation reads these.
-    """
+    """All buffers, by name, except the running statistics of normalization layers."""
     for prefix, part in module.named_modules():
         statistics = (
             ("running_mean", "running_var", "num_batches_tracked")

@@ -1,6 +1,4 @@
-"""States in Lightning's checkpoints: of optimizers, of the algorithm, of random generators, and
-of loaders.
-"""
+"""States in Lightning's checkpoints: optimizers, algorithm, random generators and loaders."""
 
 from __future__ import annotations
 
@@ -25,19 +23,17 @@ _ALGORITHM_KEY = "lightning_ring_algorithm"
 
 
 class SavedStates:
-    """Every rank's random state, for exact resumes, and the state of the algorithm, such as a
-    compressor's residuals.
+    """Every rank's random state, and the algorithm's, such as a compressor's residuals.
 
-    Lightning loads a checkpoint before the training begins: states are kept until they are
-    restored.
+    They are kept from loading until the training begins.
     """
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
 
     def save_random(self, checkpoint: dict[str, Any], comm: Communicator | None) -> None:
-        """Add the random states of all ranks to rank 0's ``checkpoint``, unless that contains only
-        weights. Collective.
+        """Add all ranks' random states to rank 0's ``checkpoint`` unless it has only weights.
+        Collective.
 
         Without ``comm`` only this rank's is saved.
         """
@@ -51,9 +47,7 @@ class SavedStates:
             checkpoint[_RANDOM_KEY] = {"random_states": states}
 
     def save_algorithm(self, checkpoint: dict[str, Any], algorithm: Algorithm) -> None:
-        """Add its state to rank 0's ``checkpoint``, unless that contains only weights.
-        Collective.
-        """
+        """Add its state to rank 0's ``checkpoint``, unless that has only weights. Collective."""
         if "optimizer_states" in checkpoint and (state := algorithm.state_dict()):
             checkpoint[_ALGORITHM_KEY] = state
 
@@ -61,9 +55,7 @@ class SavedStates:
         self._loaded = {key: checkpoint.get(key, {}) for key in (_RANDOM_KEY, _ALGORITHM_KEY)}
 
     def restore(self, algorithm: Algorithm, rank: int, world_size: int) -> None:
-        """Give ``algorithm`` the loaded state, and this process the random state of ``rank``. Warns
-        if it cannot continue from them.
-        """
+        """Restore ``algorithm`` and the random state of ``rank``. Warns if that is impossible."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -87,9 +79,7 @@ def load_optimizer_states(
     device: torch.device,
     comm: Communicator | None,
 ) -> None:
-    """Give ``optimizers`` the ``states`` of a checkpoint; rank 0's to all ranks of ``comm``.
-    Collective.
-    """
+    """Give ``optimizers`` the ``states``; rank 0's to all ranks of ``comm``. Collective."""
     held = [pair for pair in zip(optimizers, states, strict=False) if pair[1]]
     if len(held) < min(len(optimizers), len(states)):
         rank_zero_warn(
@@ -107,11 +97,9 @@ def load_optimizer_states(
 
 
 def count_trained_batches(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Correct the loaders' states in ``checkpoint`` for batches that were fetched but not trained
-    on.
+    """Correct the loaders' states in ``checkpoint`` for batches fetched but not trained on.
 
-    There is such a batch when the job is told to stop, or when a step raises and a callback saves a
-    checkpoint.
+    There is such a batch when the job is told to stop, or when a step raises.
     """
     fit_loop, loops = trainer.fit_loop, checkpoint.get("loops")
     combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher

@@ -1,8 +1,7 @@
 """Training batches over the ranks: agreement on their number, and on the images that they hold.
 
-Ranks compare the lengths of their training loaders when Lightning sets them up. Equal lengths need
-nothing. Different lengths are an error on every rank under ``uneven="error"``. Under
-``uneven="join"``, and for iterable data sets, whose length is unknown, all ranks exchange at every
+Ranks compare the lengths of their training loaders. Different lengths are an error under
+``uneven="error"``. Under ``uneven="join"``, and for iterable data sets, all ranks exchange at every
 batch whether they have one. With ``"join"`` a rank without data repeats its last batch, whose
 gradient counts as zero: it makes the same collective calls in ``training_step`` and does not count
 in buffers and logged means. Metric objects that count by themselves do see it.
@@ -32,8 +31,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RingError, UnevenBatchesError
 
 Policy = Literal["error", "join", "alone"]
-"""``RingStrategy(uneven=)``; ``"alone"`` where ranks go at their own pace: each needs one batch in
-every epoch."""
+"""``RingStrategy(uneven=)``; ``"alone"`` if ranks go at their own pace."""
 
 _WHAT_TO_DO = (
     "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in "
@@ -51,12 +49,11 @@ class TrainingLoaders:
 
     def __init__(self) -> None:
         self.joining: AgreedLoader | None = None
-        self._combined: CombinedLoader  # from `_request` on
-        self._num_batches: list[Any] = []  # of each loader so far, under the Trainer's limit
+        self._combined: CombinedLoader
+        self._num_batches: list[Any] = []  # of each loader so far
         self._exact = True  # none of them may end before
 
     def follow(self, trainer: Trainer) -> None:
-        """Learn which loaders ``trainer`` has, now and whenever they are reloaded."""
         source = trainer.fit_loop._data_source
         source.dataloader = functools.partial(self._request, source)  # type: ignore[method-assign]
 
@@ -73,9 +70,9 @@ class TrainingLoaders:
     def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Policy) -> Any:
         """Return the loader that ``trainer`` reads instead of ``dataloader``. Collective.
 
-        With the policy ``"alone"`` for training loaders only: ranks may come to an evaluation at
-        different times. Ranks may differ in each of several loaders, not in the number of batches
-        that all give together.
+        With ``"alone"`` for training loaders only: ranks may come to an evaluation at different
+        times. Ranks may differ in one of several loaders, if all together give equally many
+        batches.
 
         Raises:
             UnevenBatchesError: They differ in that, on every rank, and do not join.
@@ -106,7 +103,7 @@ class TrainingLoaders:
     def _agree(
         self, loader: Any, length: int | None, comm: Communicator, policy: Policy, needed: float
     ) -> Any:
-        """``needed``: the number of batches after which training ends anyway; ``inf`` if open."""
+        """``needed``: the number of batches after which training ends anyway."""
         batches_of_all = _SUPPORTED_MODES[self._combined._mode]["fn"](self._num_batches)
         mine = batches_of_all, length, self._exact
         described: list[Any] = comm.all_gather_object(mine, name="length of the training loader")
@@ -143,9 +140,7 @@ class TrainingLoaders:
 
 @dataclass(frozen=True, slots=True)
 class BatchStatus:
-    """One batch of the training loader: number of ranks with data for it, and whether this rank
-    has data.
-    """
+    """Number of ranks with data for a batch, and whether this rank has data."""
 
     active_ranks: int
     has_data: bool
@@ -154,11 +149,10 @@ class BatchStatus:
 class AgreedLoader:
     """A training loader on whose every batch all ranks agree, by one small message per batch.
 
-    It is used if lengths are unknown (iterable data sets), or if ``uneven="join"`` lets ranks run
-    out at different steps. Then it continues on every rank until no rank has data, and a rank
-    without data repeats its own last batch (`ActiveRanks.step`). With ``"error"`` all ranks raise
-    at the step for which some rank has no batch. With ``"alone"`` ranks agree on the first batch of
-    each epoch only.
+    It is used for iterable data sets, or if ``uneven="join"``. Then it continues until no rank has
+    data, and a rank without data repeats its own last batch (`ActiveRanks.step`). With ``"error"``
+    all ranks raise at the step for which some rank has no batch. With ``"alone"`` ranks agree on
+    the first batch of each epoch only.
     """
 
     def __init__(self, loader: Any, comm: Communicator, policy: Policy, length: int | None) -> None:
@@ -166,8 +160,7 @@ class AgreedLoader:
         self._comm = comm
         self._policy = policy
         self._length = length
-        # Lightning fetches batches ahead, so a status waits here until its batch is trained on.
-        # With "error" none is needed: all ranks have data whenever one has.
+        # Lightning fetches batches ahead: a status waits here until its batch is trained on.
         self.statuses: deque[BatchStatus] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -203,9 +196,7 @@ class AgreedLoader:
             last, step = batch, step + 1
 
     def _allow(self, having: list[bool], step: int) -> None:
-        """Raise the error once every rank knows of it: if a rank ended earlier, the others would
-        report its end instead.
-        """
+        """Raise the error once every rank knows of it."""
         if self._policy == "error":
             error = (
                 f"rank {_listed(having, False)} ran out of training batches at step {step} of the "
@@ -222,9 +213,7 @@ class AgreedLoader:
 
 
 class ActiveRanks:
-    """The ranks that have data for the current batch: all ranks, unless a loader joins
-    (`TrainingLoaders.joining`).
-    """
+    """The ranks that have data for the current batch: all, unless a loader joins."""
 
     def __init__(self) -> None:
         self.during_step: BatchStatus | None = None  # the current status while a training step runs
@@ -236,8 +225,7 @@ class ActiveRanks:
         return self._current is None or self._current.has_data
 
     def take(self, joining: AgreedLoader | None, batch_idx: int, accumulated: int) -> int | None:
-        """Take the next batch. Returns the number of ranks that its gradient averages over, `None`
-        for all.
+        """Take the next batch. Returns how many ranks its gradient averages over, `None` for all.
 
         Of ``accumulated`` micro-batches a rank counts if it had data for the first one.
         """
@@ -263,9 +251,8 @@ class ActiveRanks:
 def _discarding_effects(module: LightningModule) -> Iterator[None]:
     """Around the training step of a rank without data, which repeats its last batch.
 
-    The step makes the same collective calls as on other ranks (``self.log(..., sync_dist=True)``,
-    ``self.all_gather``). It has no effect on gradients (its loss is not used), buffers, metrics or
-    logged means.
+    The step makes the same collective calls as on other ranks (``self.log(..., sync_dist=True)``),
+    without effect on gradients, buffers, metrics or logged means.
     """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [
@@ -297,7 +284,7 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
 
 
 def _none_at_all(having: Sequence[object]) -> str:
-    """``having``: by rank, false or 0 for one without a batch."""
+    """``having``: by rank."""
     return (
         f"rank {_listed(having, False)} has no training batch at all in this epoch, while rank "
         f"{_listed(having, True)} has some. Give every rank at least one batch in each epoch."
@@ -311,9 +298,7 @@ def _listed(having: Sequence[object], wanted: bool) -> str:
 
 
 def _check_join_allowed(module: LightningModule) -> None:
-    """Check the conditions of ``uneven="join"``, without which the ranks' collectives would
-    differ.
-    """
+    """Check the conditions of ``uneven="join"``."""
     if not module.automatic_optimization:
         raise ConfigurationError(
             "RingStrategy(uneven='join') was given a module with manual optimization, in which a "
@@ -329,27 +314,21 @@ def _check_join_allowed(module: LightningModule) -> None:
 
 
 def _limited(length: float, limit: float) -> float:
-    """Number of batches of a loader under ``limit_train_batches``. A fraction of infinity is
-    infinity.
-    """
+    """Number of batches under ``limit_train_batches``. A fraction of infinity is infinity."""
     if isinstance(limit, int):
         return min(length, limit)
     return length if math.isinf(length) else int(length * limit)
 
 
 def _batches_until_the_end(trainer: Trainer) -> float:
-    """Training batches until ``max_steps`` ends training; infinity if there is no such limit or
-    it is unknown.
-    """
+    """Training batches until ``max_steps``; infinity if unlimited or unknown."""
     if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return math.inf
     return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
 
 
 def warn_of_padding(dataloader: object, world_size: int) -> None:
-    """Warn on rank 0 if the loader's sampler repeats or drops samples to give all ranks equally
-    many.
-    """
+    """Warn on rank 0 if the loader's sampler repeats or drops samples."""
     sampler = getattr(dataloader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return
@@ -370,15 +349,12 @@ def warn_of_padding(dataloader: object, world_size: int) -> None:
 
 
 def written_sampler(sampler: Any) -> Any:
-    """``sampler``, or the one of the script that Lightning put into a
-    `DistributedSamplerWrapper`, its own class.
-    """
+    """``sampler``, or the script's own inside a `DistributedSamplerWrapper`."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
 
 
 def check_same_images(dataloader: Any, comm: Communicator) -> None:
-    """Compare the sets that the loaders of `image_loader` read. Collective for those, nothing for
-    others.
+    """Compare the sets that loaders of `image_loader` read. Collective for those.
 
     Raises `ConfigurationError`: on every rank, if two of them read different images.
     """

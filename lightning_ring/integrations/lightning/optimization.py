@@ -1,5 +1,4 @@
-"""Losses, backwards and clipping: what manual optimization and a rank without a loss need, and what
-an algorithm refuses."""
+"""Losses, backwards and clipping: manual optimization, ranks without a loss, and refusals."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from lightning_ring.errors import ConfigurationError
 
 
 class NoSync:
-    """The attribute ``no_sync`` of the module in training, for gradient accumulation as with
-    DistributedDataParallel.
+    """The attribute ``no_sync`` of the module in training, as with DistributedDataParallel.
 
     A copied or pickled one does nothing.
     """
@@ -33,7 +31,7 @@ class NoSync:
         self._block_backward_sync = block_backward_sync
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Around backwards that leave gradients local. The next backward outside sends them."""
+        """Around backwards that leave gradients local."""
         return self._block_backward_sync()
 
     def __reduce__(self) -> Any:
@@ -53,7 +51,6 @@ def calls_manual_backward(module: LightningModule) -> bool:
 
 
 def _names_it(code: Any) -> bool:
-    """Whether ``code``, or that of a nested function, names ``manual_backward``."""
     return isinstance(code, CodeType) and (
         "manual_backward" in code.co_names or any(map(_names_it, code.co_consts))
     )
@@ -63,18 +60,14 @@ log = logging.getLogger(__name__)
 
 
 class ZeroLoss:
-    """A loss that depends on no parameter, so that its backward takes part in the reduction with
-    zeros.
-    """
+    """A loss without parameters, whose backward takes part in the reduction with zeros."""
 
     def __init__(self) -> None:
-        self.in_use = False  # whether the current training step has one
+        self.in_use = False
         self._repeated_loss: Tensor | None = None
 
     def new(self, output: Any, device: torch.device, *, has_data: bool, rank: int) -> Tensor:
-        """A zero loss for the current step, whose ``output`` is `None` or comes from a repeated
-        batch.
-        """
+        """A zero loss for the current step, whose ``output`` is `None` or of a repeated batch."""
         self._repeated_loss = None
         if has_data:
             _warn_of_none(rank)
@@ -85,7 +78,7 @@ class ZeroLoss:
         return torch.zeros((), device=device, requires_grad=True)
 
     def repeat_backward(self, algorithm: Algorithm) -> None:
-        """On a rank without data: run the backward of the repeated batch with zero gradients.
+        """Run the backward of the repeated batch with zero gradients.
 
         Collectives inside backward (`all_gather` with gradients, SyncBatchNorm) need all ranks.
         """
@@ -105,8 +98,7 @@ def _warn_of_none(rank: int) -> None:
 
 
 def follow_clipping(algorithm: Algorithm, trainer: pl.Trainer) -> None:
-    """Until `leave_clipping`: a norm that the precision plugin clips by covers the shards of all
-    ranks; and `self.clip_gradients` of a module raises, if ``algorithm`` cannot have that.
+    """Until `leave_clipping`, clip by a norm that covers the shards of all ranks.
 
     Raises:
         ConfigurationError: It cannot train with the Trainer's loss scaler or clipping.

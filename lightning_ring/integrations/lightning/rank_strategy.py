@@ -1,6 +1,4 @@
-"""What a strategy knows of ranks, devices, collectives and failures, before it knows of
-gradients.
-"""
+"""What a strategy knows of ranks, devices, collectives and failures."""
 
 from __future__ import annotations
 
@@ -23,11 +21,9 @@ if TYPE_CHECKING:
 
 
 class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
-    """A strategy whose ranks are those that the launcher started, and whose collectives are bounded
-    and named.
+    """A strategy on the launcher's ranks, whose collectives are bounded and named.
 
-    A subclass of `DDPStrategy` because Lightning decides by class who is distributed, gets a
-    sampler, may be compiled; nothing of DistributedDataParallel is left in it.
+    A subclass of `DDPStrategy` only because Lightning decides by class.
 
     ``listeners`` are called with a `CollectiveRecord` of each collective that carries gradients or
     sharded parameters, and of `reduce` (``self.log(..., sync_dist=True)``). ``timeline`` records
@@ -35,7 +31,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     """
 
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
-        # here, and below: who only imports a strategy loads neither the monitor nor a launcher
+        # importing a strategy loads neither the monitor nor a launcher
         from lightning_ring.monitor.step_timeline import StepTimeline
         from lightning_ring.timeline.settings import timeline_path
 
@@ -44,8 +40,6 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
             timeline_path(options.timeline, os.environ), self.listeners
         )
         self._active_ranks = ActiveRanks()
-
-    # -- ranks and devices
 
     def setup_environment(self) -> None:
         from lightning_ring.monitor.terminal import replace_bars, widen_terminal
@@ -63,8 +57,6 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return self._reduce(tensor, group, reduce_op, self._active_ranks.during_step)
 
-    # -- failures
-
     def on_exception(self, exception: BaseException) -> None:
         watch = self._job.watch if self._job is not None else None
         if watch is not None and not isinstance(exception, SystemExit):
@@ -72,9 +64,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     @property
     def has_data(self) -> bool:
-        """Whether this rank's batch counts; not where it ran out of data and repeats one
-        (``uneven="join"``).
-        """
+        """Whether this rank's batch counts; not if it repeats one (``uneven="join"``)."""
         return self._active_ranks.has_data
 
     @property
@@ -83,13 +73,11 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     @property
     def _alone(self) -> bool:  # type: ignore[override]
-        """After an exception ranks run different code: what they do on their way out must not
-        wait for others.
-        """
+        """After an exception a rank must not wait for others."""
         return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _progress(self) -> str:
-        """How far this rank is, for the stall report, which asks from a thread of its own."""
+        """For the stall report, which asks from its own thread."""
         trainer = self._trainer
         if trainer is None or trainer.state.fn is None or trainer.state.stage is None:
             return ""
@@ -100,8 +88,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def _reporting_failures(self) -> Iterator[None]:
-        # at once, before callbacks handle the exception: they may save checkpoints while the other
-        # ranks wait
+        # before callbacks handle the exception: they may save checkpoints while other ranks wait
         try:
             yield
         except StopIteration:

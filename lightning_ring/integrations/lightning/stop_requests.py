@@ -1,5 +1,4 @@
-"""Requests to stop or to requeue: a signal becomes a flag, so that all ranks act on it at the same
-step, save, and queue a Slurm job again."""
+"""Requests to stop or to requeue: a signal becomes a flag, on which all ranks act at one step."""
 
 from __future__ import annotations
 
@@ -52,10 +51,9 @@ class StopRequests:
         self._ask = ask
 
     def catch_signals(self, *, several_ranks: bool) -> None:
-        """Handle SIGTERM, the launcher's signal, and in a Slurm job the requeue signal. Main thread
-        only.
+        """Handle SIGTERM, the launcher's signal, and Slurm's requeue signal. Main thread only.
 
-        Lightning's own handler starts a collective wherever the signal happens to find the rank.
+        Lightning's own handler would start a collective at any point.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -76,8 +74,8 @@ class StopRequests:
     def follow(
         self, trainer: pl.Trainer, comm: Communicator | None, before: Callable[[], None]
     ) -> None:
-        """Between two batches: take the highest request of all ranks, and clear it; stop or
-        requeue on all ranks, after ``before()``. Collective.
+        """Between two batches: clear the highest request of all ranks, and act on it after
+        ``before()``. Collective.
 
         Raises:
             SIGTERMException: The training ends, on every rank at the same step.
@@ -90,7 +88,7 @@ class StopRequests:
         if self.pending == mine and asked != StopRequest.STOP:
             self.pending = StopRequest.NONE
             self._ask(False)
-        if asked == StopRequest.NONE:  # the request was met before this flag arrived
+        if asked == StopRequest.NONE:
             return
         before()
         if asked == StopRequest.STOP or save_and_requeue(trainer):
@@ -106,9 +104,9 @@ def stop_signals() -> list[signal.Signals]:
 def leave_sigterm_to_the_buckets(trainer: pl.Trainer) -> None:
     """Turn off the Trainer's broadcast of a SIGTERM: the buckets carry this request already.
 
-    Before every batch Lightning broadcasts it in torch's default group, and waits for the device.
-    If ranks take different numbers of steps, one would wait in that group and one in the
-    communicator, forever. The communicator alone detects the error.
+    Lightning broadcasts it in torch's default group before every batch. If ranks take different
+    numbers of steps, one would wait in that group and one in the communicator, forever. The
+    communicator alone detects the error.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
@@ -143,9 +141,7 @@ def save_and_requeue(trainer: pl.Trainer) -> bool:
 
 
 def job_name(environ: Mapping[str, str]) -> str:
-    """The job's name for ``scontrol``. The plain number of an array's job may mean the whole
-    array.
-    """
+    """The job's name for ``scontrol``; an array's plain number may mean the whole array."""
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ[IN_SLURM]
@@ -164,11 +160,10 @@ def requeue(job: str) -> str:
 
 
 def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int) -> None:
-    """Have workers that ``loader`` starts from now on ignore ``signals``, unless their rank sends
-    them.
+    """Have workers that ``loader`` starts ignore ``signals``, unless their rank sends them.
 
-    Slurm signals every process of a job. The end of a worker by a signal raises an error in its
-    rank, which could then not reach the step at which all ranks save.
+    Slurm signals every process of a job. A worker that dies raises an error in its rank, which then
+    misses the step at which all ranks save.
     """
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return
@@ -190,7 +185,7 @@ def _start_worker(
 
 
 def _wait_for_the_rank(signals: tuple[signal.Signals, ...]) -> None:
-    """End this worker when its own rank sends SIGTERM, as `DataLoader` and `multiprocessing` do."""
+    """End this worker when its own rank sends SIGTERM."""
     while True:
         received = signal.sigwaitinfo(signals)
         if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():

@@ -9,8 +9,8 @@ Begin here. Lightning calls a strategy in this order:
 - ``validation_step`` and its like, ``save_checkpoint``, ``load_checkpoint``;
 - ``teardown``: `Algorithm.detach`. The ranks stay connected.
 
-A rank tells what it wants of the others by flags in the buckets (`StopRequests`), so that all ranks
-act at the same step. With one process there is no communicator, and hooks are those of Lightning.
+Flags in the buckets tell a rank's requests (`StopRequests`), so that all ranks act at the same
+step. A single process has no communicator.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ from lightning_ring.options import (
 
 
 def _evaluates(name: str) -> Any:
-    """The step ``name`` of every strategy. Failures are reported; it raises if this rank was asked
-    to stop.
-    """
+    """The step ``name`` of every strategy, with failures reported; raises if asked to stop."""
 
     def step(self: RingStrategy, *args: Any, **kwargs: Any) -> Any:
         with self._reporting_failures():
@@ -161,7 +159,7 @@ class RingStrategy(RankedStrategy):
 
     strategy_name = "ring"
     _options: ClassVar[type[RingOptions]] = RingOptions
-    _step_hooks: StepHooks | None = None  # in a fit of several ranks
+    _step_hooks: StepHooks | None = None
 
     def __init__(
         self,
@@ -196,7 +194,7 @@ class RingStrategy(RankedStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.algorithm = Algorithm()  # of the current fit, or the last one
+        self.algorithm = Algorithm()
         self._recorded: RecordedCommunicator | None = None
         self._zero_loss = ZeroLoss()
         self._calls_manual_backward = False
@@ -205,8 +203,6 @@ class RingStrategy(RankedStrategy):
         self.keeps_freed_memory = False
         self._saved_states = SavedStates()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers)
-
-    # -- what users call
 
     def wait_parameters(self) -> None:
         """Return when all parameters are complete. Call it before code reads parameters between
@@ -226,8 +222,7 @@ class RingStrategy(RankedStrategy):
         returns the norm before.
 
         As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the
-        same parameters. Lightning's ``gradient_clip_val`` and ``self.clip_gradients`` call this
-        method.
+        same parameters. ``gradient_clip_val`` and ``self.clip_gradients`` call it.
         """
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -238,8 +233,6 @@ class RingStrategy(RankedStrategy):
         """
         ranks = 1 if self.algorithm.steps_alone else self.world_size
         return sum_of_squares(parameters, ranks)
-
-    # -- set-up and tear-down
 
     def setup_environment(self) -> None:
         if self._step_hooks is not None and self._trainer is not None:
@@ -257,7 +250,7 @@ class RingStrategy(RankedStrategy):
         if fitting and self._layer_sync:
             assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
-        # every strategy's set-up, which calls the next two methods
+        # every strategy's set-up, which calls `_setup_model`, and then makes the optimizers
         super(DDPStrategy, self).setup(trainer)
         if fitting and self._comm is not None:
             self._attach(trainer, self._comm)
@@ -272,25 +265,26 @@ class RingStrategy(RankedStrategy):
                 broadcast_module(model, self._comm)
             leave_trainer(trainer)
             broadcast_after_swap(trainer, self._broadcast_buffers)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._prepare_fit(trainer, model)
         return model
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        assert self.model is not None
+    def _prepare_fit(self, trainer: pl.Trainer, model: nn.Module) -> None:
         self._requests.stops_together = False
         self.algorithm = self._new_algorithm() if self._comm is not None else Algorithm()
-        if not hasattr(self.model, "no_sync"):
-            self.model.no_sync = NoSync(self.block_backward_sync)  # type: ignore[assignment]
-        if self._comm is not None:
-            self._training_loaders.follow(trainer)
-            if self.options.monitor:
-                from lightning_ring.monitor.ring_monitor import add_monitor
+        if not hasattr(model, "no_sync"):
+            model.no_sync = NoSync(self.block_backward_sync)  # type: ignore[assignment]
+        if self._comm is None:
+            return
+        self._training_loaders.follow(trainer)
+        if self.options.monitor:
+            from lightning_ring.monitor.ring_monitor import add_monitor
 
-                add_monitor(trainer)
-            if self._may_have_others:
-                # a signal may have come during an evaluation before the fit
-                self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
-                leave_sigterm_to_the_buckets(trainer)
-        super().setup_optimizers(trainer)
+            add_monitor(trainer)
+        if self._may_have_others:
+            # a signal may have come during an evaluation before the fit
+            self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
+            leave_sigterm_to_the_buckets(trainer)
 
     def _new_algorithm(self) -> Algorithm:
         return self.options.new_algorithm()
@@ -336,7 +330,6 @@ class RingStrategy(RankedStrategy):
             self._step_hooks = None
 
     def _leave_training(self) -> None:
-        """Take back what `setup` has changed in module, plugins and Trainer."""
         self._remove_step_hooks()
         leave_clipping(self.precision_plugin)
         if self.model is not None and isinstance(vars(self.model).get("no_sync"), NoSync):
@@ -347,8 +340,6 @@ class RingStrategy(RankedStrategy):
         self.algorithm.detach(wait=not self._alone)
         self._active_ranks = ActiveRanks()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers)
-
-    # -- training
 
     def process_dataloader(self, dataloader: object) -> object:
         if IN_SLURM in os.environ:
@@ -424,10 +415,10 @@ class RingStrategy(RankedStrategy):
         self.pre_backward(closure_loss)
         # a manual training_step may catch an exception
         reporting = self._reporting_failures() if module.automatic_optimization else nullcontext()
-        with algorithm.backwards.plain_backwards(reduced=False):  # backwards in the user's hooks
+        with algorithm.backwards.plain_backwards(reduced=False):
             closure_loss = plugin.pre_backward(closure_loss, module)
-            # gradients are averaged before the precision plugin's `post_backward`, which calls the
-            # user's `on_after_backward`: there they are equal on all ranks already
+            # average before the precision plugin's `post_backward`: gradients are equal on all
+            # ranks in the user's `on_after_backward`
             with reporting, algorithm.backward():
                 self._zero_loss.repeat_backward(algorithm)
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -457,7 +448,7 @@ class RingStrategy(RankedStrategy):
                 return None  # no rank has a gradient: a loss scaler must not look for one
             return loss
 
-        # A backward in on_before_optimizer_step stays local.
+        # A backward in this hook stays local.
         with algorithm.backwards.plain_backwards(reduced=False):
             return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
@@ -494,8 +485,6 @@ class RingStrategy(RankedStrategy):
         text, more = super()._progress(), self.algorithm.progress()
         return f"{text} and {more}" if text and more else text
 
-    # -- evaluation
-
     def on_validation_start(self) -> None:
         self._catch_stop_signals()
         self._broadcast_buffers()
@@ -512,10 +501,8 @@ class RingStrategy(RankedStrategy):
 
     @property
     def _buffers_comm(self) -> Communicator | None:
-        """In a fit with records for listeners: ranks may wait for a late rank in broadcasts too."""
+        """Ranks may wait for a late rank in broadcasts too."""
         return self._recorded if self._step_hooks is not None else self._comm
-
-    # -- checkpoints
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -545,9 +532,7 @@ class RingStrategy(RankedStrategy):
         super().load_model_state_dict(checkpoint, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ordinary, full state dict of the optimizer; under ``ring_sharded`` on rank 0, and
-        empty elsewhere.
-        """
+        """The full state dict of the optimizer; under ``ring_sharded`` empty except on rank 0."""
         if not self.algorithm.sharded:
             return super().optimizer_state(optimizer)
         if self._alone and not self._requests.stops_together:
@@ -563,10 +548,8 @@ class RingStrategy(RankedStrategy):
         states = checkpoint["optimizer_states"]
         comm = None if self._holds_equal_state else self._comm
         load_optimizer_states(states, self.optimizers, self.algorithm, self.root_device, comm)
-        # not later: the loaders' iterators draw their seeds from the random state next
+        # not later: loaders draw their seeds next
         self._saved_states.restore(self.algorithm, self.global_rank, self.world_size)
-
-    # -- requests to stop
 
     @property
     def _holds_equal_state(self) -> bool:
@@ -574,7 +557,6 @@ class RingStrategy(RankedStrategy):
 
     @property
     def _may_have_others(self) -> bool:
-        """Whether there are other ranks, or may be later."""
         return self.world_size > 1
 
     def _catch_stop_signals(self) -> None:

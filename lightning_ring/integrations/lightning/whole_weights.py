@@ -1,6 +1,4 @@
-"""Whole weights in Lightning's hooks: all parameters have arrived, or are the average of the ranks'
-own ones.
-"""
+"""Whole weights in Lightning's hooks: complete, or averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with no
 
 
 class OwnCallback(pl.Callback):
-    """The strategy's own, among a Trainer's callbacks from `setup` until the loop ends: its
-    ``hooks`` call ``act``.
-    """
+    """The strategy's own callback, from `setup` until the loop ends: its ``hooks`` call ``act``."""
 
     def __init__(self, act: Callable[[], None], hooks: Iterable[str]) -> None:
         for hook in hooks:
@@ -40,17 +36,15 @@ class OwnCallback(pl.Callback):
 
 
 def leave_trainer(trainer: pl.Trainer) -> None:
-    """Take back what this module has changed in ``trainer``."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [one for one in callbacks if not isinstance(one, OwnCallback)]
     vars(trainer.fit_loop.epoch_loop).pop("_should_check_val_fx", None)
 
 
 def complete_parameters_in_hooks(trainer: pl.Trainer, wait_parameters: Callable[[], None]) -> None:
-    """Until `leave_trainer`, wait for all parameters before hooks of callbacks, and before a
-    validation.
+    """Until `leave_trainer`, wait for all parameters before hooks and validations.
 
-    The two hooks of every training batch do not wait. If one may read parameters, each step waits.
+    The hooks of training batches do not wait. If one may read parameters, each step waits.
     """
     hooks = {name for name in dir(pl.Callback) if name.startswith("on_")} - {*_EACH_BATCH, *_ALONE}
     trainer.callbacks.insert(0, OwnCallback(wait_parameters, hooks))  # type: ignore[attr-defined]
@@ -68,10 +62,8 @@ def complete_parameters_in_hooks(trainer: pl.Trainer, wait_parameters: Callable[
 
 
 def steps_may_overlap(trainer: pl.Trainer) -> bool:
-    """Whether a step may return before its parameters are complete: between two steps nothing
-    reads them, unless the module steps optimizers itself, or a hook runs there that is neither
-    Lightning's nor ours, or of Lightning's `WeightAveraging`.
-    """
+    """Whether a step may return before its parameters are complete. Not with manual optimization, a
+    hook between steps that is neither Lightning's nor ours, or `WeightAveraging`."""
     module = trainer.lightning_module
     hooks: list[tuple[Any, str]] = [(module, name) for name in _BETWEEN_STEPS]
     hooks += [(callback, name) for callback in trainer.callbacks for name in _EACH_BATCH]  # type: ignore[attr-defined]
@@ -88,11 +80,9 @@ def steps_may_overlap(trainer: pl.Trainer) -> bool:
 
 
 def average_before_reading(trainer: pl.Trainer, show_averages: Callable[[], None]) -> None:
-    """Until `leave_trainer`, have averages in place before validations, and at the end of epochs
-    and of the fit.
+    """Until `leave_trainer`, average before validations and at the end of epochs and of the fit.
 
-    They stay until the next training batch. Hooks of training batches see this rank's own
-    parameters.
+    Averages stay until the next training batch.
     """
     hooks = ("on_validation_start", "on_train_epoch_end", "on_train_end")
     trainer.callbacks.insert(0, OwnCallback(show_averages, hooks))  # type: ignore[attr-defined]
@@ -102,11 +92,10 @@ def average_before_reading(trainer: pl.Trainer, show_averages: Callable[[], None
 def show_averages(
     algorithm: Algorithm, trainer: pl.Trainer, comm: Communicator, device: torch.device
 ) -> None:
-    """Put the ranks' average into the place of the parameters, where ranks step alone. Collective.
+    """Replace parameters by the ranks' average, if ranks step alone. Collective.
 
-    Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the
-    ranks. The averages over steps are linear, so that it is that of the ranks' average, and so it
-    remains.
+    Each rank's `WeightAveraging` follows its own steps: average it too, which is exact because
+    averages over steps are linear.
     """
     optional.show_averages(algorithm)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

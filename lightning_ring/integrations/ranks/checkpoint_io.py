@@ -1,6 +1,4 @@
-"""Checkpoint files that are whole: whatever happens while one is written, the one before stays
-as it is.
-"""
+"""Checkpoint files that are whole: a failed save leaves the one before as it is."""
 
 from __future__ import annotations
 
@@ -19,13 +17,11 @@ _LONGEST = 100  # characters of a file's name, of which some file systems take 2
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes a file beside the checkpoint, and then puts it in its place, which is one step for the
-    file system.
+    """Writes a file beside the checkpoint, and renames it, which is atomic.
 
-    `TorchCheckpointIO` does so too where checkpoints are on the file system of temporary files.
-    Elsewhere it copies: a full disk, or the death of the process, then leaves a part of the new
-    checkpoint in the place of the old one. The next save of the same name replaces the file beside
-    it that a process left when it was killed.
+    `TorchCheckpointIO` copies across file systems: a full disk, or a death, then leaves a part of
+    the new checkpoint in the place of the old one. The next save replaces a file that a killed
+    process left.
 
     Checkpoints in object stores are written by `TorchCheckpointIO`.
     """

@@ -1,5 +1,4 @@
-"""Ranks and devices for Lightning: the cluster environment, what the user asked for beside it, the
-devices, and who starts the processes."""
+"""Ranks and devices for Lightning: the cluster environment, and the requested devices."""
 
 from __future__ import annotations
 
@@ -34,18 +33,17 @@ from lightning_ring.job.rendezvous.greeting import reserve_port
 class RingEnvironment(ClusterEnvironment):
     """Rank and world size for Lightning, from one `RankInfo`.
 
-    It takes the ranks of this process's open job, else the launcher's variables, else the process
-    group that is open, and opens nothing. MPI starts at `discover`, or at the first question that
-    only MPI can answer (`node_rank`, with several nodes). A process with none of these is one rank
-    until Lightning starts more (``start_method`` spawn and fork:
-    `set_world_size`, `set_global_rank`).
+    It takes the ranks of this process's open job, else the launcher's variables, else the open
+    process group, and opens nothing. MPI starts at `discover`, or at the first question that only
+    MPI can answer (`node_rank`, with several nodes). Otherwise a process is one rank until
+    Lightning spawns or forks more.
 
     Raises:
         RankDiscoveryError: The launcher's variables are incomplete or contradict each other.
     """
 
     def __init__(self, caller: str = "Trainer") -> None:
-        self._caller = caller  # what the user built, for errors
+        self._caller = caller  # for errors
         self._variables: LaunchVariables | None = None
         self._info: RankInfo | None = None
         self._reserved: socket.socket | None = None  # holds `main_port` until rank 0 listens there
@@ -55,7 +53,7 @@ class RingEnvironment(ClusterEnvironment):
                 self._info = SINGLE
             elif self._variables.source not in ("mpi", "group"):
                 self._info = info_from_variables(self._variables)
-        # Lightning takes every rank of MPI for rank 0, whose messages are shown
+        # Lightning takes every rank of MPI for rank 0
         rank_zero_only.rank = self.global_rank()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,9 +64,7 @@ class RingEnvironment(ClusterEnvironment):
         return launcher_variables(os.environ) is not None
 
     def discover(self) -> RankInfo:
-        """This process's full `RankInfo`. Collective the first time where MPI started the ranks;
-        starts MPI then.
-        """
+        """This process's full `RankInfo`. With MPI, starts it, and is collective the first time."""
         if self._of_current_job() is None and self._info is None:
             by_group = self._variables is not None and self._variables.source == "group"
             self._info = _info_from_open_group() if by_group else discover_ranks()
@@ -76,9 +72,7 @@ class RingEnvironment(ClusterEnvironment):
         return self._info
 
     def _of_current_job(self) -> RankInfo | None:
-        """Take rank and size from the job of this process: it may have gone on with fewer ranks
-        than were launched.
-        """
+        """The job of this process may have fewer ranks than were launched."""
         job = current_job()
         if job is None or job.info.source in ("single", "spawn"):
             return None
@@ -108,15 +102,14 @@ class RingEnvironment(ClusterEnvironment):
                 "without them. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port "
                 "there if your code needs them."
             )
-        # asked by Lightning's launcher in the parent, before it spawns or forks the ranks: on this
-        # host, whatever MASTER_ADDR and MASTER_PORT of another job are in the environment
+        # in the parent of spawned ranks: MASTER_ADDR and MASTER_PORT may be another job's
         self._reserved = reserve_port()
         os.environ[SECRET] = token_hex(16)
         return self._reserved.getsockname()
 
     @property
     def _known(self) -> RankInfo | LaunchVariables:
-        """The numbers that are known without starting MPI."""
+        """What is known without starting MPI."""
         if self._info is None and self._variables is not None:
             return self._variables
         return self.discover()
@@ -131,7 +124,6 @@ class RingEnvironment(ClusterEnvironment):
         if not self.creates_processes_externally:
             if self._info == SINGLE and multiprocessing.parent_process() is None:
                 return 0  # a LOCAL_RANK that a cluster's prologue left
-            # Lightning sets it in each process that it spawns or forks
             return int(os.environ.get("LOCAL_RANK", 0))
         known = self._known.local_rank
         return self.discover().local_rank if known is None else known
@@ -145,8 +137,7 @@ class RingEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return 0 if self.num_nodes() == 1 else self.discover().node_rank
 
-    # Lightning computes ranks from node and local rank, which holds only for ranks placed in
-    # blocks: what the launcher started stays
+    # Lightning computes ranks as if placed in blocks: the launcher's stay
 
     def set_world_size(self, size: int) -> None:
         if not self.creates_processes_externally and size != self.world_size():
@@ -175,13 +166,12 @@ class RingEnvironment(ClusterEnvironment):
         )
 
     def launcher_name(self) -> str:
-        """Who started the ranks, for messages."""
         return self._variables.launcher if self._variables is not None else self.discover().source
 
 
 def _launcher_or_open_group() -> LaunchVariables | None:
     """The launcher's variables. Lightning's DDP starts ranks with fewer, and removes one after a
-    fit: an open process group of torch.distributed then has the rest."""
+    fit: an open process group then has the rest."""
     group: LaunchVariables | None = None
     if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = dist.get_rank(), dist.get_world_size()
@@ -239,11 +229,10 @@ _CONNECTORS = (_AcceleratorConnector.__init__.__code__, _Connector.__init__.__co
 
 
 def devices_left_out() -> bool:
-    """Whether the Trainer, or the Fabric, that is being built was given no ``devices``.
+    """Whether the Trainer or Fabric that is being built was given no ``devices``.
 
-    Lightning tells a strategy only the number that it makes of ``"auto"``, and keeps the argument
-    nowhere. Only the connector's own arguments, which are still on the stack, tell a request for
-    one device from none.
+    Lightning keeps only the number that it makes of ``"auto"``. The connector's arguments on the
+    stack tell a request for one device from none.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_code not in _CONNECTORS:
@@ -257,9 +246,8 @@ def devices_for(
     """One device for each of the ``local_size`` ranks on this node, of the kind of those that
     Lightning ``found``. More ranks than devices are an error.
 
-    Where this process sees one GPU, its launcher gave each rank its own (Slurm's
-    ``--gpus-per-task=1``), which every rank calls GPU 0. Whether ranks share one GPU, the job finds
-    by its UUID (`check_gpu_assignment`).
+    A process that sees one GPU has its own (Slurm's ``--gpus-per-task=1``), which every rank calls
+    GPU 0. `check_gpu_assignment` compares UUIDs.
     """
     kind = found[0].type
     if kind == "cpu":
@@ -283,9 +271,7 @@ _RANK_0_SAYS = ("GPU available", "TPU available", "💡 Tip")
 
 
 def leave_start_up_messages_to_rank_0() -> None:
-    """In the process that starts the ranks: they build the same Trainer again, and rank 0 prints
-    these.
-    """
+    """In the process that starts the ranks: rank 0 prints these."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: not record.getMessage().startswith(_RANK_0_SAYS)
     )

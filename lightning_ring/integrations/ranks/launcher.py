@@ -1,6 +1,4 @@
-"""Plain ``python train.py`` becomes N ranks: Lightning's launcher for processes that no launcher
-started.
-"""
+"""Lightning's launcher for plain ``python train.py``, which becomes N ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class RingLauncher(_Launcher):
-    """Starts ``num_processes`` ranks of this script, unless a launcher has: then it does nothing.
+    """Starts ``num_processes`` ranks of this script, unless a launcher has.
 
-    The process that starts them is never a rank. It supervises: forwards signals, names a rank that
-    died, ends the others, and then ends itself with the job's exit code; the ranks run the code
-    after ``trainer.fit``.
+    The process that starts them is never a rank. It forwards signals, names a rank that died, ends
+    the others, and ends with the job's exit code; the ranks run the code after ``trainer.fit``.
 
     ``use_mpi`` is that of `script_job`. With ``limits`` the job outlives its ranks
     (`elastic_script_job`).
@@ -48,8 +45,7 @@ class RingLauncher(_Launcher):
     def launch(
         self, function: Callable, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Run ``function`` here if this process is a rank; otherwise start the ranks, wait, and end
-        this process.
+        """Run ``function`` in a rank; otherwise start the ranks, wait, and end this process.
 
         Raises:
             JobFinished: With the job's exit code, in the process that started the ranks.
@@ -74,11 +70,10 @@ class RingLauncher(_Launcher):
         with started as job:
             code = job.run()
         if trainer is not None:
-            # Lightning now treats the exit as an interrupted fit; it must not save or log in the
-            # ranks' place
+            # Lightning treats the exit as an interrupted fit; it must not save or log here
             trainer.callbacks = []  # type: ignore[attr-defined]
             trainer.loggers = []
         raise JobFinished(code)
 
     def kill(self, signum: int) -> None:
-        """Only ranks have Lightning's handlers of signals; they have no processes to kill."""
+        """Ranks have no processes to kill."""

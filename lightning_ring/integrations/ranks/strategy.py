@@ -1,6 +1,4 @@
-"""What the strategies of the Trainer and of Fabric have in common: ranks, devices, connections and
-the collectives that users call.
-"""
+"""What the strategies of the Trainer and of Fabric have in common."""
 
 from __future__ import annotations
 
@@ -32,12 +30,10 @@ T = TypeVar("T")
 
 
 class OnRingRanks:
-    """A strategy on the ranks that the launcher started. Comes before Lightning's `DDPStrategy`
-    among the bases.
-    """
+    """A strategy on the launcher's ranks. A base before Lightning's `DDPStrategy`."""
 
     _job: Job | None = None
-    # whether what this rank does must not wait for others, as after an exception
+    # whether this rank must not wait for others, as after an exception
     _alone = False
 
     def __init__(self, caller: str, options: RingOptions, **of_every_strategy: Any) -> None:
@@ -68,14 +64,13 @@ class OnRingRanks:
 
     @property
     def _comm(self: Any) -> Communicator | None:
-        """`None` in a single process, and before the ranks are connected."""
         if self._job is None or (self.world_size == 1 and not self.options.force_communication):
             return None
         return self._job.communicator
 
     @property
     def hosts(self) -> list[str]:
-        """Each rank's, by rank; empty before the ranks are connected."""
+        """By rank; empty before the ranks are connected."""
         return [member.host for member in self._job.members] if self._job is not None else []
 
     @property
@@ -102,12 +97,12 @@ class OnRingRanks:
         self._launcher = self._choose_launcher(self.num_nodes)
 
     def _choose_launcher(self: Any, num_nodes: int) -> Any:
-        """The launcher that starts the ranks; `None` in a rank, and for a single process."""
+        """`None` in a rank, and for a single process."""
         if self.ring_environment.creates_processes_externally:
             return None
         several, method = self.num_processes * num_nodes > 1, self.options.start_method
         if method == "popen" and several and _IS_INTERACTIVE:
-            method = "fork"  # a notebook is no script that could be run once a rank
+            method = "fork"  # a notebook is no script
         if method != "popen":
             self._start_method = method
             super()._configure_launcher()  # type: ignore[misc]
@@ -176,13 +171,12 @@ _OPS: dict[Any, ReduceOp] = {  # in the spelling of `sync_dist`, torchmetrics an
 
 
 def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, status: BatchStatus | None) -> Tensor:
-    """Reduce ``tensor`` over the ranks, in place, and return it. A mean of integers is a new float
-    tensor.
+    """Reduce ``tensor`` in place, and return it. A mean of integers is a new float tensor.
 
     Lightning divides epoch means by such a mean, which DDP truncates to an integer.
 
-    ``status`` is given inside a training step if ranks may run out of data. These repeat their last
-    batch: they add nothing to a sum, and a mean divides by the number of the other ranks.
+    ``status``: inside a training step if ranks may run out of data. Those add nothing to a sum, and
+    do not count in a mean.
     """
     flat = tensor.detach().clone(memory_format=torch.contiguous_format)
     if status is not None and not status.has_data and op in (ReduceOp.SUM, ReduceOp.AVG):

@@ -8,7 +8,7 @@ overheard cannot be said again:
     newcomer   {"kind": "hello", "nonce": N, ..., "proof": HMAC(secret, D and the message)}
     door       {"kind": "welcome", ..., "proof": HMAC(secret, N and the message)}
 
-Without torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lightning_ring.job.watch.messages import (
 )
 
 SECRET = "RING_SECRET"  # the variable by which launchers hand it to their ranks
-HELLO_SECONDS = 10.0  # in which a stranger has to say hello, however its bytes arrive
+HELLO_SECONDS = 10.0  # however its bytes arrive
 HELLO_BYTES = 4096
 # at a time, besides those that are expected: the oldest is dropped for the next
 MOST_STRANGERS = 128
 BACKLOG = 4096  # that come at once; systems take no more by default
-ANSWER_SECONDS = 5.0  # a door that accepted has to speak within this time
+ANSWER_SECONDS = 5.0
 _ACCEPTS = 32  # connections in one pass
 _ATTEMPT_SECONDS = 5.0
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -66,8 +66,6 @@ class Server(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Visitor:
-    """A connection; ``guest`` is None until it has proved itself."""
-
     connection: MessageConnection
     nonce: str
     until: float
@@ -77,8 +75,8 @@ class _Visitor:
 class Door:
     """Lets in whoever knows ``secret`` at ``listener``, and passes on what guests send.
 
-    ``name`` tells the doors of a job apart: a proof for one is worth nothing at another.
-    `serve` does everything; it is called again and again, or by `serve_in_thread`.
+    A proof is only valid at the door of its ``name``. Call `serve` again and again, or
+    `serve_in_thread`.
 
     Attributes:
         guests: Those that are connected.
@@ -104,12 +102,12 @@ class Door:
         in_forked_children(self._close_sockets)
 
     def serve(self, timeout: float) -> None:
-        """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
+        """Serve what has arrived; wait up to ``timeout`` seconds for more."""
         for key, events in self._selector.select(timeout):
             visitor: _Visitor | None = key.data
             if visitor is None:
                 self._accept()
-            elif visitor.connection.socket.fileno() == -1:  # closed in this pass
+            elif visitor.connection.socket.fileno() == -1:
                 continue
             elif events & selectors.EVENT_READ:
                 self._read(visitor)
@@ -131,7 +129,6 @@ class Door:
         self._thread.start()
 
     def send(self, message: Message, *guests: Any) -> None:
-        """Send ``message`` to those of ``guests`` that are connected."""
         line = as_line(message)
         for guest in guests:
             if (visitor := self.guests.get(guest)) is not None:
@@ -143,7 +140,7 @@ class Door:
             self._close(visitor)
 
     def close(self) -> None:
-        """Close all connections. What was sent before has been handed to the kernel."""
+        """Close all connections. The kernel still delivers what was sent."""
         if self._thread is None:
             self._close_all()
             return
@@ -171,7 +168,7 @@ class Door:
                 self._close(next(iter(self._strangers)))
 
     def _turn_away(self) -> None:
-        """This process can open no more files: let strangers go, and the next one come later."""
+        """This process can open no more files: drop strangers, and the next one later."""
         for stranger in list(self._strangers):
             self._close(stranger)
         self._reserve.close()
@@ -207,7 +204,7 @@ class Door:
             connection.send(_proved(self._key, nonce, {"kind": "refused", "why": str(refusal)}))
             return False
         except (KeyError, TypeError):
-            # Without RING_SECRET the secret is no secret, and a stranger can have come this far.
+            # Without RING_SECRET a stranger can come this far.
             connection.send({"kind": "refused"})
             return False
         visitor.guest = guest
@@ -237,9 +234,7 @@ class Door:
         self._reserve.close()
 
     def _close_sockets(self) -> None:
-        """A forked child (a data-loader worker) must not hold the connections open when its
-        parent is killed.
-        """
+        """A forked child must not hold the connections open when its parent is killed."""
         self._listener.close()
         for visitor in [*self._strangers, *self.guests.values()]:
             visitor.connection.close()
@@ -263,8 +258,8 @@ def knock(
     """Connect to the `Door` ``name`` at one of ``addresses``; the connection, and the welcome.
 
     Tries again for ``seconds``, unless ``once``: the door may not be open yet, or may have dropped
-    this connection among those of strangers. An address where a program says nothing for
-    ``answer_seconds``, or something else, is not tried again.
+    this connection. An address where another program answers, or nothing for ``answer_seconds``, is
+    not tried again.
 
     Raises:
         PermissionError: The door refuses this process: why.
@@ -297,7 +292,6 @@ def knock(
 
 
 def _enter(connection: MessageConnection, key: bytes, hello: Message, seconds: float) -> Message:
-    """Prove to the door that this process knows the secret, and have it prove itself."""
     challenge, over = connection.next(seconds)
     if challenge is not None and challenge["kind"] == "full":
         raise ConnectionResetError("it can open no more files")
@@ -329,7 +323,6 @@ def _proof(key: bytes, nonce: str, message: Message) -> str:
 
 
 def _proved(key: bytes, nonce: str, message: Message) -> Message:
-    """``message`` for the one who drew ``nonce``."""
     return message | {"proof": _proof(key, nonce, message)}
 
 

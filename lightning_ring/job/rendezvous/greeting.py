@@ -1,8 +1,7 @@
 """Ranks find rank 0's store by a greeting at a `Door`.
 
 torch's ``TCPStore`` waits for ever, whatever its timeout, for a server that accepts a connection
-and then says nothing, as any other program does on a port that was taken. A greeting, all of whose
-waits are bounded, comes first.
+and says nothing, as another program on its port does. All waits of a greeting are bounded.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ def reserve_port(address: str = LOOPBACK) -> socket.socket:
     """A socket bound to a port of ``address`` that the system gives to no other program until the
     socket is closed.
 
-    A program that asks for this port by its number, with SO_REUSEADDR as `listen` and torch's store
-    do, may listen there meanwhile: the socket here never listens.
+    Its socket never listens, so torch's store and `listen` can take the port with SO_REUSEADDR.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,10 +33,8 @@ def reserve_port(address: str = LOOPBACK) -> socket.socket:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A listening socket on ``address``, an address or a name; empty for all interfaces, of IPv4
-    and IPv6.
-
-    Port 0 lets the system choose one that is free.
+    """A listening socket on ``address``; empty for all interfaces, of IPv4 and IPv6. Port 0 lets
+    the system choose.
     """
     try:
         both = not address and socket.has_dualstack_ipv6()
@@ -46,8 +42,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
         where: Any = (address, port)
         if address:
             family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        # sets SO_REUSEADDR: a job that just ended leaves its port in TIME_WAIT; only a live
-        # listener is in the way
+        # Sets SO_REUSEADDR: a job that just ended leaves its port in TIME_WAIT.
         return socket.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
@@ -65,8 +60,8 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 class Greeter:
-    """A thread in rank 0 that tells each of ``count`` callers of `greet` one word, such as the
-    store's port.
+    """A thread in rank 0 that tells ``count`` callers of `greet` one word, such as the store's
+    port.
     """
 
     def __init__(self, listener: socket.socket, secret: str, count: int, word: str) -> None:
@@ -119,7 +114,7 @@ def greet(
             "taken. Choose another MASTER_PORT, or start the ranks with mpirun or ringrun, which "
             "need none."
         ) from error
-    except OSError as error:  # not listening yet, or its host is still starting
+    except OSError as error:
         raise RankDiscoveryError(
             f"Rank {rank} could not reach rank 0 at {address}:{port} within {timeout:.0f} s "
             f"({error}). Rank 0 may have failed to start, or a firewall, or a wrong MASTER_ADDR, "

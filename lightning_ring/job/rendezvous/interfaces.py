@@ -16,9 +16,7 @@ _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "po
 
 
 def ipv4_addresses() -> list[tuple[str, str]]:
-    """``(interface, address)`` of every interface with an IPv4 address; empty where the system
-    does not tell.
-    """
+    """``(interface, address)`` of every interface with an IPv4 address, as far as known."""
     found: list[tuple[str, str]] = []
     if not sys.platform.startswith("linux"):
         return found
@@ -51,11 +49,10 @@ class _Preferred:
 
 
 def prefer_interface(address: str) -> None:
-    """Have Gloo use the interface that has ``address``, unless the user named one; see
-    `offer_interface`.
+    """Have Gloo use the interface that has ``address``, unless the user named one.
 
-    Gloo otherwise resolves the host's name, which on many clusters leads to another interface, or
-    to none.
+    Gloo otherwise resolves the host's name, which on many clusters leads to another interface or
+    none.
     """
     _Preferred.name = next(
         (name for name, known in ipv4_addresses() + ipv6_addresses() if known == address), ""
@@ -64,9 +61,7 @@ def prefer_interface(address: str) -> None:
 
 
 def offer_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME, which every new process group over Gloo reads, until
-    `withdraw_interface`.
-    """
+    """Set GLOO_SOCKET_IFNAME, which new groups over Gloo read, until `withdraw_interface`."""
     if _Preferred.name and GLOO_VARIABLE not in os.environ:
         os.environ[GLOO_VARIABLE] = _Preferred.name
         _Preferred.offered = True
@@ -82,8 +77,8 @@ def withdraw_interface() -> None:
 def reachable_candidates(environ: Mapping[str, str]) -> list[str]:
     """This host's addresses that another host may reach, likeliest first.
 
-    First the interfaces that the user named for Gloo or NCCL, then what the host's name resolves
-    to, then the rest, bridges of containers and virtual machines last. Loopback is left out.
+    Interfaces that the user named for Gloo or NCCL come first, then the addresses of the host's
+    name, then the rest, bridges of containers and virtual machines last. Loopback is left out.
     """
     wanted = environ.get(GLOO_VARIABLE) or environ.get("NCCL_SOCKET_IFNAME", "")
     named = tuple(name for name in wanted.split(",") if name and name[0] not in "^=")

@@ -1,6 +1,4 @@
-"""The key-value store through which ranks meet; torch.distributed and the job watch start from
-it.
-"""
+"""The key-value store through which ranks meet; torch.distributed and the job watch use it too."""
 
 from __future__ import annotations
 
@@ -24,17 +22,15 @@ from lightning_ring.job.rendezvous.greeting import LOOPBACK, Greeter, greet, lis
 from lightning_ring.job.rendezvous.interfaces import prefer_interface, reachable_candidates
 from lightning_ring.job.watch.relay import host_of
 
-_PROBE_SECONDS = 5.0  # for one of rank 0's addresses; most are reached, or refused, in milliseconds
+_PROBE_SECONDS = 5.0  # for one of rank 0's addresses
 
 
 def open_store(info: RankInfo, timeout: timedelta) -> Store:
-    """Open the job's store. Collective: every rank calls it; ``timeout`` bounds each wait for
-    another rank.
+    """Open the job's store. Collective; ``timeout`` bounds each wait for another rank.
 
-    With MPI, rank 0 takes a port that the system gives it, on the interface that the others reach,
-    and hands it out over MPI: no MASTER_ADDR, no race for a port. Where torch.distributed is
-    initialised already, by the script or by another strategy, its store is used. Sets
-    GLOO_SOCKET_IFNAME (`interfaces.offer_interface`).
+    With MPI, rank 0 takes a free port on the interface that the others reach, and hands it out over
+    MPI: no MASTER_ADDR, no race for a port. The store of an initialised torch.distributed is used.
+    Sets GLOO_SOCKET_IFNAME (`interfaces.offer_interface`).
     """
     if (opened := _store_of_open_group(info)) is not None:
         return opened
@@ -44,11 +40,10 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
     if info.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _prefer_interface_towards(address, info)
         return _connect(address, port, info.rank, timeout)
-    # without a secret this is what anybody may know, and tells the job from others
+    # Without a secret this name still tells the job from others.
     secret = f"{os.environ.get(SECRET, '')} {name}"
     if info.rank == 0:
-        # serve the store beside the greeter, on a port of the system's choice. Several nodes may
-        # reach this host through any interface, the ranks of one node at the address that all know
+        # Ranks of several nodes may reach this host through any interface.
         where = address if info.num_nodes == 1 else ""
         store = _serve(where, timeout)
         Greeter(listen(where, port), secret, info.world_size - 1, str(store.port))
@@ -62,9 +57,8 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
 def agree_on_secret(info: RankInfo, store: Store) -> str:
     """The job's secret, by which its ranks know each other from strangers. Collective.
 
-    Our launchers put it into the environment (RING_SECRET), as a job script may under any other
-    launcher; MPI hands it out. Otherwise it lies in ``store``, where whoever reaches torch's store
-    can read it.
+    It comes from RING_SECRET, which our launchers set and a job script may set, or over MPI.
+    Otherwise it lies in ``store``, where whoever reaches that can read it.
     """
     if info.source == "mpi":
         return str(import_mpi().COMM_WORLD.bcast(token_hex(16)))
@@ -76,7 +70,6 @@ def agree_on_secret(info: RankInfo, store: Store) -> str:
 
 
 def _store_of_open_group(info: RankInfo) -> Store | None:
-    """The store of torch.distributed's default group, which may hold the port in MASTER_PORT."""
     if not dist.is_initialized():
         return None
     if (dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size):
@@ -89,15 +82,13 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
     store = dist.distributed_c10d._get_default_store()
     host = host_of(store)
     if info.num_nodes > 1 and not host:
-        return None  # a file, say: it does not tell where rank 0 is
+        return None
     _prefer_interface_towards(host, info)
     return PrefixStore("lightning_ring", store)
 
 
 def _known_address(info: RankInfo) -> tuple[str, int, str]:
-    """Address and port that every rank knows beforehand, and a name that tells the job from others
-    there.
-    """
+    """Address and port that every rank knows beforehand, and the name of the job."""
     if info.source == "ringrun":
         address, _, number = _variable("RING_STORE").rpartition(":")
         return address, int(number), info.source
@@ -108,11 +99,11 @@ def _known_address(info: RankInfo) -> tuple[str, int, str]:
             if info.num_nodes > 1
             else LOOPBACK
         )
-        # below the range that systems give out by themselves, and another one for each job and step
+        # Below the range that systems give out; another one for each job and step.
         port = 15000 + (job * 31 + step) % 16000
         port = int(_variable("MASTER_PORT")) if "MASTER_PORT" in os.environ else port
         return os.environ.get("MASTER_ADDR", host), port, f"{job}.{step}"
-    # of spawn on this host: MASTER_ADDR in the environment is of another job
+    # MASTER_ADDR may be of another job.
     address = LOOPBACK if info.source == "spawn" else _variable("MASTER_ADDR")
     job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", ""
@@ -151,7 +142,7 @@ def _serve(address: str, timeout: timedelta) -> TCPStore:
 def _connect(address: str, port: int, rank: int, timeout: timedelta) -> TCPStore:
     try:
         return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    # DistNetworkError and DistStoreError are RuntimeErrors with a C++ stack
+    # DistNetworkError and DistStoreError have a C++ stack.
     except RuntimeError as error:
         raise RankDiscoveryError(
             f"Rank {rank} could not reach the job's store at {address}:{port} within "
@@ -208,7 +199,6 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
 
 
 def _prefer_interface_towards(host: str, info: RankInfo) -> None:
-    """That by which this host reaches ``host``; nothing is sent."""
     address = LOOPBACK if info.num_nodes == 1 else host
     with contextlib.suppress(OSError):
         family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]

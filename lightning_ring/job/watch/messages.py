@@ -22,8 +22,8 @@ LOST_SECONDS = 15
 class MessageConnection:
     """One end of a connection. Not thread-safe.
 
-    The kernel notices within `LOST_SECONDS` that the other host or the way to it is gone. It
-    answers for a process that is busy or stopped, so a rank stuck in C code is not taken for dead.
+    The kernel notices a lost host within `LOST_SECONDS`. It answers for a busy or stopped process,
+    so a rank stuck in C code is not taken for dead.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -49,14 +49,11 @@ class MessageConnection:
         self.send_line(as_line(message))
 
     def send_line(self, line: bytes) -> None:
-        """As `send`, of a message that is a line already."""
         self.unsent += line
         self.flush()
 
     def flush(self) -> None:
-        """Send what is queued, as far as the kernel takes it. A broken connection shows when
-        reading.
-        """
+        """Send what is queued, as far as the kernel takes it. Errors show when reading."""
         try:
             while self.unsent:
                 del self.unsent[: self.socket.send(self.unsent)]
@@ -66,9 +63,9 @@ class MessageConnection:
             self.unsent.clear()
 
     def wait(self, seconds: float, *, to_send: bool = False) -> None:
-        """Return when something has arrived, or when the kernel takes more, or after ``seconds``.
+        """Return when something arrives, or the kernel takes more, or after ``seconds``.
 
-        Not by `select`, which refuses file descriptors above 1023.
+        `select` refuses file descriptors above 1023.
         """
         if self._early and not to_send:
             return
@@ -77,9 +74,7 @@ class MessageConnection:
         poll.poll(seconds * 1000)
 
     def next(self, seconds: float) -> tuple[Message | None, str | None]:
-        """The next message, if it arrives within ``seconds``; else why not: ``"nothing"``, or
-        that of `receive`.
-        """
+        """The next message, or why there is none: ``"nothing"``, or that of `receive`."""
         until, over = time.monotonic() + seconds, None
         while not self._early:
             self._early, over = self.receive()
@@ -90,9 +85,7 @@ class MessageConnection:
         return (self._early.pop(0), None) if self._early else (None, over or "nothing")
 
     def receive(self) -> tuple[list[Message], str | None]:
-        """Whole messages that have arrived, and, once the connection is over, why (``"closed"``
-        or the error). A line that is no message is an error.
-        """
+        """Whole messages, and, once the connection is over, why (``"closed"`` or the error)."""
         over: str | None = None
         try:
             while True:
@@ -122,9 +115,7 @@ class MessageConnection:
 
 
 def in_forked_children(method: Callable[[], None]) -> None:
-    """Call ``method``, a bound one, in every process forked from this one, as long as its object
-    lives.
-    """
+    """Call the bound ``method`` in every forked process, as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -142,6 +133,6 @@ def parse(line: bytes) -> Message | None:
     """The message on ``line``; `None` for anything else."""
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError):  # of lists in lists in lists
+    except (ValueError, RecursionError):  # lists in lists
         return None
     return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None

@@ -17,9 +17,7 @@ _TRANSPORT_WORDS = (
 
 
 def comes_from_a_peer(error: BaseException) -> bool:
-    """Whether another rank caused ``error``: Gloo and NCCL see a closed connection, and not the
-    reason.
-    """
+    """Whether another rank caused ``error``: Gloo and NCCL see only a closed connection."""
     if isinstance(error, PeerFailedError):
         return True
     text = str(error).lower()
@@ -32,8 +30,7 @@ class PeerEvent:
     ended).
 
     ``echo``: it failed only because another one had. ``fit`` counts its fits, so that an old
-    failure does not end a new fit. ``time`` is this process's monotonic clock when the message
-    came.
+    failure does not end a new fit. ``time`` is this process's monotonic clock.
     """
 
     kind: str

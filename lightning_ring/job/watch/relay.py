@@ -24,13 +24,11 @@ _TOLD = 2  # so that the first one to fail hears of another one as well
 def join_relay(
     info: RankInfo, store: Store, secret: str
 ) -> tuple[Relay | None, MessageConnection, Message]:
-    """Start the relay in rank 0, which publishes its port in ``store``, and connect this rank to
-    it. Collective.
+    """Start the relay in rank 0 and connect this rank to it. Collective.
 
-    Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid`` in its
-    welcome.
+    Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
     """
-    # on one node MASTER_ADDR may name any of its interfaces, and nobody else comes to loopback
+    # On one node MASTER_ADDR may name any of its interfaces.
     address = LOOPBACK if info.num_nodes == 1 else host_of(store) or LOOPBACK
     store = PrefixStore("lightning_ring/watch", store)
     home = {"host": os.uname().nodename, "pid": os.getpid()}
@@ -50,7 +48,7 @@ def join_relay(
             _CONNECT_SECONDS,
             answer_seconds=_CONNECT_SECONDS,  # rank 0 may be in C code, or load libraries
         )
-    except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
+    except (OSError, RuntimeError) as error:
         advice = (
             "The launcher says that all ranks run on one node, and this one runs on "
             f"{home['host']}: if there are several, set LOCAL_WORLD_SIZE to the number of ranks on "
@@ -67,7 +65,6 @@ def join_relay(
 
 
 def host_of(store: Store) -> str:
-    """The host of rank 0, by the name or address under which this rank reached it; else empty."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, TCPStore) else ""
@@ -77,13 +74,11 @@ class Relay:
     """Passes messages of one rank on to all of ``world_size``, its sender included. ``home`` is
     rank 0's ``host`` and ``pid``.
 
-    A message with a rank under ``"to"`` goes to that one only, and its sender is told. A connection
-    that ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message;
-    otherwise a ``gone`` one. All ranks get the messages in the same order. A rank that connects
-    late gets the earlier failures. Once every rank has left or gone, all are told.
-
-    When thousands of ranks fail of one death, or leave at the end, it would be too much to tell
-    each of all: rank 0 hears everything, and the others of the first `_TOLD` of each kind.
+    A message with a rank under ``"to"`` goes to that one only, and its sender is told. When a
+    connection ends, all get ``gone`` after a ``failed`` or ``left`` message, else ``dead``. All
+    ranks get the messages in one order. A rank that connects late gets the earlier failures. Once
+    every rank has left or gone, all are told. Rank 0 hears everything, the others only the first
+    `_TOLD` of each kind: thousands of ranks may fail of one death.
     """
 
     def __init__(
@@ -91,17 +86,15 @@ class Relay:
     ) -> None:
         self._home = home
         self._world_size = world_size
-        self._away: set[int] = set()  # ranks that have left or gone
+        self._away: set[int] = set()
         self._senders: dict[int, Message] = {}  # of the ranks that are connected
-        self._excused: set[int] = set()  # ranks that sent failed or left
+        self._excused: set[int] = set()
         self._history: list[Message] = []  # that all ranks know
         self.door = Door(listener, secret, _DOOR, self, world_size)
         self.door.serve_in_thread("ring-watch-relay")
 
     def hellos(self) -> dict[int, Message]:
-        """``host`` and ``pid`` of the ranks that are connected and have not left, from any
-        thread.
-        """
+        """``host`` and ``pid`` of the connected ranks, from any thread."""
         senders = dict(self._senders)
         return {rank: sender for rank, sender in senders.items() if rank not in self._away}
 
@@ -121,7 +114,7 @@ class Relay:
             return
         if message["kind"] in ("failed", "left"):
             self._excused.add(rank)
-        elif message["kind"] == "fit":  # its error was caught, and a new fit begins
+        elif message["kind"] == "fit":  # its error was caught
             self._excused.discard(rank)
         self._pass_on(message | self._senders[rank])
         if message["kind"] == "left":
@@ -150,7 +143,7 @@ class Relay:
 
     def _is_for_all(self, message: Message) -> bool:
         kind = message["kind"]
-        if kind == "gone":  # the others wait for the end of one that failed
+        if kind == "gone":
             return any(one["rank"] == message["rank"] for one in self._history)
         if kind not in ("failed", "dead", "left"):
             return True
@@ -165,6 +158,5 @@ class Relay:
 
 
 def _sort(event: Message) -> tuple[str, bool, int]:
-    """Events of one sort say the same to a rank: that another one failed, and why."""
     failed = event["kind"] == "failed"
     return event["kind"], failed and event.get("echo", False), event.get("fit", 0) if failed else 0

@@ -1,9 +1,8 @@
 """The job watch: every rank learns within seconds that another one failed, died or left.
 
 Every rank holds one TCP connection to a relay in rank 0. There are no heartbeats: the kernel closes
-the connection of a process that dies, and gives up on one whose host does not answer
-(`messages.LOST_SECONDS`); a rank that is stuck in C code, holding the GIL for minutes, is alive.
-One daemon thread in each rank keeps the state.
+the connection of a dead process, and gives up on a lost host (`messages.LOST_SECONDS`). A rank that
+is stuck in C code is alive. One daemon thread in each rank keeps the state.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from lightning_ring.job.watch.messages import Message, MessageConnection, in_for
 from lightning_ring.job.watch.peers import PeerEvent, comes_from_a_peer
 from lightning_ring.job.watch.relay import Relay, join_relay
 
-FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
+FAILED_GRACE = 20.0  # seconds after another one failed, before the watch ends a rank
 DEAD_GRACE = 10.0  # the same after one died
-LOST_GRACE = 5.0  # the same after one was lost, as noticing a cut link takes up to 15 s by itself
-# seconds that a wait goes on although another rank has left: its last data may be on the way
+LOST_GRACE = 5.0  # the same after one was lost; a cut link takes 15 s to notice
+# After another rank has left, in seconds: its last data may be on the way.
 LEFT_GRACE = 5.0
 CLOSE_SECONDS = 10.0  # for which rank 0 waits until the others have closed too
 
@@ -45,7 +44,7 @@ class JobWatch:
         self._callbacks: list[Callable[[Message], None]] = []
         self._fit = 0
         self._reported = False
-        # messages of this rank, and how many of them the relay has passed on
+        # Messages of this rank, and how many of them came back.
         self._told, self._returned = 0, 0
         self._closed = False
         self._connection: MessageConnection | None
@@ -53,11 +52,10 @@ class JobWatch:
         self._open(store, secret)
 
     def check(self) -> None:
-        """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs
-        nothing otherwise.
+        """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait.
 
-        A rank that left normally may have sent, before, all that the caller still waits for, so it
-        counts only after `LEFT_GRACE` seconds.
+        A rank that left normally counts only after `LEFT_GRACE` seconds: its data may be on the
+        way.
         """
         if not self._failures and not self._left:
             return
@@ -69,19 +67,18 @@ class JobWatch:
             raise self._error(event)
 
     def blame(self, error: BaseException, seconds: float = 3.0) -> None:
-        """Raise `PeerFailedError` from ``error`` if another rank failed by itself, or does within
+        """Raise `PeerFailedError` from ``error`` if another rank fails by itself within
         ``seconds``.
 
-        For errors of transports ("connection closed by peer"), which do not know the rank or the
-        reason.
+        For errors of transports, which do not know the rank or the reason.
         """
         self._wait_for(lambda: self._culprit() is not None, seconds)
         if (event := self._culprit()) is not None:
             raise self._error(event) from error
 
     def failure(self) -> PeerEvent | None:
-        """The first failure of another rank in this fit that is no echo, else the first echo. A
-        dead rank counts in every fit.
+        """The first failure of another rank in this fit, echoes last. A dead rank counts in every
+        fit.
         """
         with self._news:
             current = [
@@ -90,9 +87,7 @@ class JobWatch:
         return min(current, key=lambda event: (event.echo, event.time), default=None)
 
     def report(self, exception: BaseException) -> None:
-        """Tell all ranks that this one raised ``exception``; the watch does not end a rank that
-        has reported.
-        """
+        """Tell all ranks that this one raised ``exception``; the watch then does not end it."""
         if not self._reported:
             self._reported = True
             text = f"{type(exception).__name__}: {str(exception).strip()}"[:2000]
@@ -101,11 +96,10 @@ class JobWatch:
             )
 
     def tell(self, event: Message, wait: float = 0.0) -> bool:
-        """Send ``event`` (JSON, with a ``"kind"``) to the `on_event` callbacks of all ranks, this
-        one's included.
+        """Send ``event`` (JSON, with a ``"kind"``) to the `on_event` callbacks of all ranks.
 
-        With a rank under ``"to"``, to that one's only. With ``wait``, return once
-        rank 0 has passed it on, at most after so many seconds; returns whether it has.
+        With a rank under ``"to"``, to that one's only. ``wait`` up to so many seconds until rank 0
+        has passed it on; returns whether it has.
         """
         with self._news:
             if self._closed or self._connection is None:
@@ -117,17 +111,13 @@ class JobWatch:
             return self._returned >= number
 
     def on_event(self, callback: Callable[[Message], None]) -> None:
-        """Call ``callback`` with every message that this rank gets: ``kind, rank, host, pid`` and
-        the fields of its sender.
-
-        In the watch's thread: be quick and raise nothing.
+        """Call ``callback`` in the watch's thread with every message: ``kind, rank, host, pid`` and
+        the sender's fields. It has to be quick and raise nothing.
         """
         self._callbacks.append(callback)
 
     def peers(self) -> dict[int, Message]:
-        """In rank 0: ``host`` and ``pid`` of the ranks that take part, without those that have
-        left or died.
-        """
+        """In rank 0: ``host`` and ``pid`` of the ranks that take part."""
         assert self._relay is not None
         return self._relay.hellos()
 
@@ -141,10 +131,9 @@ class JobWatch:
     def leave(self) -> None:
         """Say goodbye at the end of the script, and stay until the others have left as well.
 
-        Under MPI the process would otherwise stay in MPI_Finalize, where nothing could end it; and
-        rank 0 holds the relay. If another rank fails meanwhile, this process ends with exit code 1;
-        not if the script caught what this rank raised itself and went on to its normal end, as it
-        may have done on all ranks.
+        MPI_Finalize could not be ended, and rank 0 holds the relay. If another rank fails
+        meanwhile, this process ends with exit code 1, unless the script caught an error of this
+        rank itself.
         """
         self.tell({"kind": "left"}, wait=1.0)
         stay = self.info.source == "mpi" or self.info.rank == 0
@@ -166,18 +155,14 @@ class JobWatch:
         self.close()
 
     def leave_early(self) -> None:
-        """Say goodbye before the end of the script. Rank 0 waits up to `CLOSE_SECONDS` for the
-        others to do so too.
-        """
+        """Say goodbye before the script ends. Rank 0 waits up to `CLOSE_SECONDS` for others."""
         self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
             self._wait_for(lambda: self._all_left, CLOSE_SECONDS)
         self.close()
 
     def free_launcher(self, failure: PeerEvent) -> None:
-        """Before this rank ends because another host was lost: let mpirun end as well, which
-        waits for that host.
-        """
+        """Let mpirun end as well, which waits for the host of the lost rank."""
         if failure.lost and self.info.local_rank == 0:
             self._launcher.end_soon()
 
@@ -216,9 +201,7 @@ class JobWatch:
         self._thread.start()
 
     def _forget(self) -> None:
-        """A forked child (a data-loader worker) must not hold the connection open when its
-        parent is killed.
-        """
+        """A forked child must not hold the connection open when its parent is killed."""
         self._closed = True
         self._news = threading.Condition()
         if self._connection is not None:
@@ -229,7 +212,6 @@ class JobWatch:
         assert connection is not None
         while not self._closed:
             if self._connection is None:
-                # the launcher and the grace still have to be watched
                 time.sleep(0.5)
             else:
                 connection.wait(0.5)
@@ -255,7 +237,6 @@ class JobWatch:
         return over
 
     def _note(self, message: Message) -> None:
-        """A message of another rank, as the relay passed it on."""
         kind, rank = message["kind"], message["rank"]
         self._all_left = self._all_left or kind == "all left"
         if kind in ("dead", "gone"):
@@ -279,7 +260,7 @@ class JobWatch:
             self._news.notify_all()
 
     def _end_if_overdue(self) -> None:
-        """The last resort: this rank may be in a C++ collective that nothing can interrupt."""
+        """This rank may be in a C++ collective that nothing can interrupt."""
         gone = self._launcher.gone()
         if gone is not None:
             say(f"{self.info.name} ends: {gone}")

@@ -261,8 +261,8 @@ class Loop:
         self.notes.append(parameters(self.module).sum())
 
 
-def _late(job, comm):
-    return job, Late(comm)
+def _late(job, comm, *others):
+    return job, Late(comm), *others
 
 
 def _sgd(params):

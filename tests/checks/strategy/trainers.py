@@ -165,7 +165,7 @@ def check_devices_that_disagree_with_the_launcher():
 
 
 @on_one_rank
-def check_one_rank_communicates_nothing():
+def check_one_rank_communicates_nothing_and_forced_to_it_has_the_same_bits():
     def called(*_, **__):
         raise AssertionError("it communicates")
 
@@ -177,13 +177,9 @@ def check_one_rank_communicates_nothing():
     assert not any(
         p._post_accumulate_grad_hooks for p in module.parameters() if p._post_accumulate_grad_hooks
     )
-    assert torch.equal(_trained_alone("ring"), _trained_alone("auto"))
-
-
-@on_one_rank
-def check_forced_communication_on_one_rank():
-    forced = _trained_alone(RingStrategy(force_communication=True))
-    assert torch.equal(forced, _trained_alone("auto"))
+    expected = _trained_alone("auto")
+    for strategy in ("ring", RingStrategy(force_communication=True)):
+        assert torch.equal(_trained_alone(strategy), expected)
 
 
 def _trained_alone(strategy):

@@ -52,11 +52,18 @@ class _Stream(IterableDataset):
         return iter(self.rows)
 
 
+class _Promising(_Stream):
+    """It ends before its length."""
+
+    def __len__(self):
+        return 24
+
+
 @by_world_size
 def check_uneven_streams_are_an_error_at_the_step():
-    module = Classifier()
-    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
-        fit("ring", module, DataLoader(_Stream(), batch_size=4))
+    for stream in (_Stream(), _Promising()):
+        with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
+            fit("ring", Classifier(), DataLoader(stream, batch_size=4))
 
 
 @by_world_size
@@ -148,16 +155,6 @@ def check_a_stream_behind_an_iterator():
     assert not run.strategy._job.watch._reported, "the end of the data was reported as a failure"
     with refused("dataloader_iter"):
         fit(RingStrategy(uneven="join"), Fetching(), _uneven_loader(), **UNSAMPLED)
-
-
-class _Promising(_Stream):
-    def __len__(self):
-        return 24
-
-
-def check_streams_that_end_before_their_length_are_an_error_at_the_step():
-    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
-        fit("ring", Classifier(), DataLoader(_Promising(), batch_size=4))
 
 
 def check_join_refuses_manual_optimization():

@@ -29,6 +29,7 @@ def distance(a, b):
         (encode(photo(), progressive=True), "jpg"),
         (encode(photo().convert("L")), "jpg"),
         (encode(photo(), "PNG"), "png"),
+        (encode(photo().convert("L"), "PNG"), "png"),
         (encode(photo().convert("RGBA"), "PNG"), "png"),
         (encode(PALETTE, "PNG"), "png"),
         (encode(photo(), "WEBP"), "webp"),

@@ -15,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_ring  # noqa: F401  registers "ring"
 from lightning_ring.job.job import current_job
 from tests.process_state import changed, process_state
+from tests.trainers import QUIET
 
 FOLDER, PHASES = Path(sys.argv[1]), sys.argv[2:]
 
@@ -28,10 +29,7 @@ def fit(strategy):
         strategy=strategy,
         max_steps=3,
         limit_val_batches=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module)
     trainer.validate(module, verbose=False)

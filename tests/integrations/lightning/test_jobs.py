@@ -35,9 +35,7 @@ def ranks_in_step_3(process, folder):
     return written_pids(process, [folder / f"step3.{rank}" for rank in range(2)])
 
 
-@pytest.mark.parametrize(
-    ("way", "action"), [("python", "plain"), ("python", "fork"), ("torchrun", "plain")]
-)
+@pytest.mark.parametrize(("way", "action"), [("python", "fork"), ("torchrun", "plain")])
 def test_both_ranks_train_however_they_were_started(way, action, tmp_path):
     result = run([*WAYS[way], action, str(tmp_path)], **forked.ranks())
     assert result.returncode == 0, result.stdout

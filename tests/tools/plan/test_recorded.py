@@ -77,23 +77,19 @@ def test_a_training_that_is_too_short_writes_nothing_and_leaves_no_hook(tmp_path
     assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
 
 
-class Manual(Slow):
-    automatic_optimization = False
-
-
 @pytest.mark.parametrize(
-    ("module", "arguments", "name", "said"),
+    ("automatic", "arguments", "name", "said"),
     [
-        (Slow, {}, "nowhere/profile.json", "cannot be written"),
-        (Manual, {}, "profile.json", "manual optimization"),
-        (Slow, {"accumulate_grad_batches": 2}, "profile.json", "accumulate_grad_batches is 2"),
+        (True, {}, "nowhere/profile.json", "cannot be written"),
+        (False, {}, "profile.json", "manual optimization"),
+        (True, {"accumulate_grad_batches": 2}, "profile.json", "accumulate_grad_batches is 2"),
     ],
 )
 def test_what_cannot_be_recorded_is_an_error_before_the_first_step(
-    module, arguments, name, said, tmp_path
+    automatic, arguments, name, said, tmp_path
 ):
-    built = module(forward=0, backward=0)
-    built.automatic_optimization = module is Slow
+    built = Slow(forward=0, backward=0)
+    built.automatic_optimization = automatic
     before = weights(built)
     with pytest.raises(ConfigurationError, match=said):
         fit(built, 2, RingProfile(tmp_path / name), **arguments)

@@ -1,14 +1,11 @@
 """`lightning-ring report`: the page of real and of made-up runs, and what the command refuses."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -29,50 +26,41 @@ from lightning_ring.tools.report import (
 from lightning_ring.tools.report.runs import Fit, read_runs
 from tests.monitor.browser import NAMES, executable, open_page
 from tests.tools.report.made_up import write_run
+from tests.trainers import quiet_trainer
 
 VOID = {"meta", "img", "input", "br"}
 
 
 class Model(L.LightningModule):
-    def __init__(self, width: int = 1) -> None:
+    def __init__(self, width=1):
         super().__init__()
         self.save_hyperparameters()
         self.net = torch.nn.Linear(2, width)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).square().mean()
         self.log("train_loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).square().mean())
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     logger = TensorBoardLogger(tmp_path_factory.mktemp("trained"))
-    quiet = dict.fromkeys(
-        ("enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False
-    )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[RingMonitor()],
-        **quiet,
-    )
+    monitored = {"logger": logger, "log_every_n_steps": 1, "callbacks": [RingMonitor()]}
+    trainer = quiet_trainer(max_epochs=2, **monitored)
     batches = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
     trainer.fit(Model(), batches, batches)
     return Path(logger.log_dir)
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sweep(tmp_path_factory):
     """Run 10 is the best; run 2 has NaN and infinite values."""
     folder = tmp_path_factory.mktemp("sweep")
     rest = {
@@ -93,34 +81,34 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def page_of(*folders: Path, metric: str | None = None) -> str:
+def page_of(*folders, metric=None):
     return write_page(read_runs(folders), metric)
 
 
-def words(page: str) -> str:
+def words(page):
     """What a reader sees."""
     return " ".join(re.sub(r"<style.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL).split())
 
 
 class Balanced(HTMLParser):
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
-        self.open: list[str] = []
-        self.loaded: list[str] = []
+        self.open = []
+        self.loaded = []
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.loaded += [
             value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")
         ]
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert tag in VOID or self.open.pop() == tag
 
 
-def test_a_trained_run_has_every_section_and_asks_for_nothing_else(trained: Path) -> None:
+def test_a_trained_run_has_every_section_and_asks_for_nothing_else(trained):
     page = page_of(trained)
     parsed = Balanced(page)
     assert parsed.open == []
@@ -134,7 +122,7 @@ def test_a_trained_run_has_every_section_and_asks_for_nothing_else(trained: Path
     assert "width" in text, "hparams.yaml"
 
 
-def test_runs_are_sorted_by_the_metric_and_what_differs_is_named(sweep: Path) -> None:
+def test_runs_are_sorted_by_the_metric_and_what_differs_is_named(sweep):
     runs = read_runs([sweep])
     assert [run.name for run in runs] == ["2", "10"], "numbers by value"
     assert choose_metric(runs, None) == ("val/loss", 1)
@@ -143,30 +131,29 @@ def test_runs_are_sorted_by_the_metric_and_what_differs_is_named(sweep: Path) ->
     assert re.search(r"10 10 0\.5 1 1 .* 2 2 2 3 2 ", table)
 
 
-def test_standing_still_is_no_part_of_a_step(tmp_path: Path) -> None:
+def test_standing_still_is_no_part_of_a_step(tmp_path):
     write_run(tmp_path, {"ring/forward_ms": [2.0, 4.0], "ring/standstill_ms": [500.0]})
     assert step_parts(read_runs([tmp_path])[0]) == {"forward": 3.0}
 
 
-def test_the_slowest_ranks_are_named(sweep: Path) -> None:
+def test_the_page_names_slowest_ranks_and_counts_what_no_chart_can_show(sweep):
     assert slowest_ranks(read_runs([sweep])[0]) == [(1, 0.75, 7.0), (0, 0.25, 1.0)]
-    assert "2 1 75 % of logged steps 7 ms 2 0 25 % of logged steps 1 ms" in words(page_of(sweep))
-
-
-def test_values_that_are_not_finite_are_counted_and_break_no_chart(sweep: Path) -> None:
     page = page_of(sweep)
-    assert "2 values are NaN or infinite" in words(page)
+    text = words(page)
+    assert "2 1 75 % of logged steps 7 ms 2 0 25 % of logged steps 1 ms" in text
+    assert "2 values are NaN or infinite" in text
     assert not re.search(r'(?:d|cx|cy|x|y)="[^"]*(?:nan|inf)', page)
+    assert page.count("data:image/png") == text.count(", step 2") == 2, "the last one of each tag"
 
 
-def test_another_metric_can_be_asked_for_and_colours_do_not_depend_on_it(sweep: Path) -> None:
+def test_another_metric_can_be_asked_for_and_colours_do_not_depend_on_it(sweep):
     for metric, better in (("val/loss", "lower"), ("lr-SGD", "higher")):
         page = page_of(sweep, metric=metric)
         assert f"Sorted by the best {metric} ({better} is better)" in words(page)
         assert re.search(r'show-0" checked>.*?var\(--c0\).*?<span>2 ', page, re.DOTALL)
 
 
-def test_names_are_escaped(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path):
     for folder in ("<i>a", "b"):
         write_run(tmp_path / folder, {"val_<u>": [1.0]}, config="x: <s>", pictures=["<em>"])
     page = page_of(tmp_path)
@@ -177,7 +164,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "scalars", [{}, {"a": [1.0]}, {"val/x": [float("nan")]}, {"val/loss": [0.0, 1e38, -1e38]}]
 )
-def test_little_or_extreme_data(tmp_path: Path, scalars: dict[str, list[float]]) -> None:
+def test_little_or_extreme_data(tmp_path, scalars):
     write_run(tmp_path / "run", scalars)
     text = words(page_of(tmp_path))
     assert ("No scalars were logged." in text) == (not scalars)
@@ -185,15 +172,7 @@ def test_little_or_extreme_data(tmp_path: Path, scalars: dict[str, list[float]])
     assert "No images were logged." in text
 
 
-def test_the_last_picture_of_each_tag(sweep: Path) -> None:
-    page = page_of(sweep)
-    assert page.count("data:image/png") == 2
-    assert words(page).count(", step 2") == 2
-
-
-def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(trained, tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     for ranks, value, end in ((4, 1.0, "PeerFailedError: <b>rank 3"), (3, 2.0, None)):
@@ -224,7 +203,7 @@ def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(
     assert "went on below: ranks changed, or it was killed" in words(went_on)
 
 
-def test_a_damaged_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_damaged_folder_is_read_as_far_as_it_goes(tmp_path):
     write_run(tmp_path, {"val/loss": [1.0] * 50})
     (events,) = tmp_path.glob("*.tfevents.*")
     events.write_bytes(events.read_bytes()[:-300])
@@ -240,7 +219,7 @@ def test_a_damaged_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert run.config == {"hparams.yaml": "cannot be read: ParserError"}
 
 
-def test_secrets_are_masked_and_deep_or_endless_files_are_named(tmp_path: Path) -> None:
+def test_secrets_are_masked_and_deep_or_endless_files_are_named(tmp_path):
     laughs = "".join(f"- &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 12))
     configs = {
         "a": "logger: {API_Key: k3y, list: [{password: k3y}]}\ntokenizer: gpt2\nn: a token=k3y",
@@ -258,14 +237,14 @@ def test_secrets_are_masked_and_deep_or_endless_files_are_named(tmp_path: Path) 
     assert "k3y" not in page
 
 
-def test_a_moved_run_differs_in_no_path(tmp_path: Path) -> None:
+def test_a_moved_run_differs_in_no_path(tmp_path):
     for name in ("a", "b"):
         config = f"dirpath: /old/{name}/checkpoints"
         write_run(tmp_path / name, {"val/loss": [1.0]}, config=config)
     assert [run.config for run in read_runs([tmp_path])] == [{"dirpath": "RUN/checkpoints"}] * 2
 
 
-def test_more_runs_than_can_be_told_apart(tmp_path: Path) -> None:
+def test_more_runs_than_can_be_told_apart(tmp_path):
     for number in range(30):
         write_run(tmp_path / f"{number}", {"val/accuracy": [number / 30]})
     page = page_of(tmp_path)
@@ -276,16 +255,14 @@ def test_more_runs_than_can_be_told_apart(tmp_path: Path) -> None:
     assert "<span>5 <" not in page
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capsys, *arguments):
     assert dispatcher.main(["report", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     return error
 
 
-def test_bad_input_is_one_line(
-    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(sweep, tmp_path, capsys):
     output = tmp_path / "report.html"
     (tmp_path / "empty").mkdir()
     for arguments, said in (
@@ -301,16 +278,12 @@ def test_bad_input_is_one_line(
     assert not output.exists()
 
 
-def test_missing_packages_name_the_extra(
-    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_name_the_extra(sweep, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'lightning-ring[monitor]'" in refused(capsys, str(sweep))
 
 
-def test_the_command_writes_the_page(
-    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_page(sweep, tmp_path, capsys):
     output = tmp_path / "page.html"
     arguments = [str(sweep / "2"), str(sweep / "10"), str(sweep), "-o", str(output)]
     assert dispatcher.main(["report", *arguments]) == 0
@@ -319,7 +292,7 @@ def test_the_command_writes_the_page(
 
 @pytest.mark.ranks
 @pytest.mark.skipif(executable() is None, reason=f"none of {', '.join(NAMES)} is installed")
-def test_it_fits_a_phone_and_runs_can_be_hidden(sweep: Path, trained: Path, tmp_path: Path) -> None:
+def test_it_fits_a_phone_and_runs_can_be_hidden(sweep, trained, tmp_path):
     page = tmp_path / "page.html"
     page.write_text(page_of(sweep, trained))
     with open_page(360, 800) as browser:

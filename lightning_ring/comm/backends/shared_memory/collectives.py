@@ -1,10 +1,8 @@
 """The collectives among ranks that share memory, as steps of a `CollectiveQueue`: each ``yield``
 waits for a round.
 
-Tensors that all ranks can see are reduced where they are: every rank sums its shard of all of them,
-a piece that fits the cache at a time, and writes the result to all. Others are copied through the
-slots of the rounds. Either way the operations are made in the order of the ranks, so that all
-ranks, and with real numbers both ways, end with the same bits.
+Operations are made in the order of the ranks, so that all ranks, and with real numbers both ways,
+end with the same bits.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ from lightning_ring.comm.exchange import sum_into_, wants_wide_sum
 from lightning_ring.comm.ring import COMBINE, finish_
 
 PIECE_BYTES = 256 * 1024  # summed and written to all ranks before it leaves the cache
-# a shard up to this is one piece: of two ranks' it fits second-level caches of 1 MiB
+# A shard up to this is one piece: two of them fit a second-level cache of 1 MiB.
 WHOLE_BYTES = 512 * 1024
 
 
 def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
-    """Reduce the ranks' ``rows`` into ``out``, which may be one of the first two. 16-bit sums
-    are rounded once.
+    """Reduce ``rows`` into ``out``, one of the first two or other memory. 16-bit sums are rounded
+    once.
     """
-    # the second costs a short collective a hundredth
     if out.itemsize == 2 and wants_wide_sum(out.dtype, op):
         sum_into_(out, rows, op)
         return
@@ -46,11 +43,9 @@ def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
 def all_reduce_in_place(
     flat: Tensor, location: int, regions: Regions, rounds: Rounds, op: ReduceOp
 ) -> Steps:
-    """Reduce all ranks' tensors in the ``location`` of 1-D ``flat`` into all of them. Begins
-    after a round.
-    """
+    """Reduce all ranks' 1-D ``flat`` at ``location`` into all of them. Begins after a round."""
     shards = regions.all_ranks(flat, location, rounds.rank)
-    # the loop below, without what surrounds it
+    # A shortcut of the loop below.
     if len(shards) == 2 and shards[0].nbytes <= WHOLE_BYTES:
         own = shards[rounds.rank]
         reduce_rows(shards, own, op)
@@ -66,7 +61,7 @@ def all_reduce_in_place(
 def reduce_scatter_in_place(
     flat: Tensor, location: int, regions: Regions, rounds: Rounds, op: ReduceOp
 ) -> Steps:
-    """Reduce this rank's shard of all ranks' tensors into that of its own. Begins after a round."""
+    """As `all_reduce_in_place`, into this rank's shard of its own tensor."""
     shards = regions.all_ranks(flat, location, rounds.rank)
     for pieces, result in _reduced_pieces(shards, rounds.rank, op):
         if pieces[rounds.rank] is not result:
@@ -95,10 +90,8 @@ def broadcast_in_place(
 
 
 def all_reduce_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> Steps:
-    """Reduce 1-D ``flat`` in place: of two ranks, or where it fits a slot, each reads all from
-    all.
-    """
-    # so that not every byte is read by every rank
+    """Reduce 1-D ``flat`` in place."""
+    # Otherwise every rank would read every byte.
     if rounds.world_size > 2 and flat.nbytes > SLOT_BYTES:
         yield from reduce_scatter_through_slots(flat, rounds, op)
         yield from all_gather_through_slots(flat, rounds)
@@ -159,9 +152,7 @@ def broadcast_through_slots(flat: Tensor, rounds: Rounds, src: int) -> Steps:
 
 
 def exchange_rows(rows: Tensor, rounds: Rounds) -> Steps:
-    """Fill ``rows`` (world size × k, at most a slot each): this rank's row goes to all others,
-    theirs come here.
-    """
+    """Fill ``rows`` (world size × k, at most a slot each), each from its rank."""
     slots = rounds.next_slots(rows.dtype, rows.shape[1])
     slots[rounds.rank].copy_(rows[rounds.rank])
     yield rounds.arrive()
@@ -172,8 +163,8 @@ def exchange_rows(rows: Tensor, rounds: Rounds) -> Steps:
 def all_to_all_through_slots(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], rounds: Rounds, longest: int
 ) -> Steps:
-    """Rank r gets ``inputs[r]``, ``outputs[r]`` becomes what it has for this rank: uint8,
-    ``longest`` bytes at most.
+    """Send ``inputs[r]`` to rank r, and fill ``outputs[r]`` from it: uint8, up to ``longest``
+    bytes.
     """
     part = SLOT_BYTES // rounds.world_size
     for start in range(0, longest, part):
@@ -194,9 +185,7 @@ def _slotfuls(flat: Tensor) -> Sequence[Tensor]:
 def _reduced_pieces(
     shards: Sequence[Tensor], rank: int, op: ReduceOp
 ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
-    """Every piece of ``shards`` (one a rank), reduced: between two ranks in this rank's own,
-    else beside them.
-    """
+    """Every piece of ``shards`` (one a rank) and its result, for two ranks in this rank's piece."""
     numel = PIECE_BYTES // shards[0].element_size()
     scratch = shards[0].new_empty(min(numel, shards[0].numel())) if len(shards) > 2 else None
     cut = (

@@ -1,6 +1,4 @@
-"""Collectives of the ranks of one node in shared memory: without sockets, and for buckets
-without copies.
-"""
+"""Collectives of the ranks of one node in shared memory; buckets are not copied."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ SHORT_BYTES = 16 * 1024  # a tensor up to this goes through the slots in one rou
 
 
 class SharedCollective(NamedTuple):
-    """The two implementations of a collective: for any tensors, and for tensors that all ranks
-    see.
-    """
+    """A collective of any tensors, and of tensors that all ranks see."""
 
     name: str
     through_slots: Callable[[Tensor, Rounds, Any], Steps]
@@ -85,12 +81,11 @@ def open_shared_memory(
     kept: KeptMemory | None = None,
 ) -> SharedMemoryCommunicator | None:
     """A communicator among the ranks of ``bootstrap``, which share a node; `None`, after one
-    warning, if they cannot.
+    warning, if they cannot share memory. Collective.
 
-    Collective. ``bootstrap`` is used here only: any communicator over just these ranks, or a
-    `StoreBootstrap`. ``members`` are the ranks' numbers in the job, for errors. With a communicator
-    ``beside`` it, over the same ranks, both see tensors from the `empty` of either. ``kept`` lends
-    the memory of `empty`, and outlives the communicator.
+    ``bootstrap`` is used here only. ``members`` are the ranks' numbers in the job, for errors. With
+    a communicator ``beside`` it, over the same ranks, both see tensors from the `empty` of either.
+    ``kept`` lends the memory of `empty`, and outlives the communicator.
     """
     try:
         maps = share(bootstrap, SEGMENT_BYTES)
@@ -113,10 +108,9 @@ def open_shared_memory(
 class SharedMemoryCommunicator(Communicator):
     """CPU tensors among ranks that see ``maps``, one segment of each rank (`share`).
 
-    Tensors from `empty` are reduced in place; any other is copied through the segments. Before each
-    collective the ranks compare a digest of what they call, so that diverged calls are an error on
-    every rank. After an error the communicator is broken: what is under way and every later call
-    raise that same error.
+    Tensors from `empty` are reduced in place; any other is copied through the segments. The ranks
+    compare a digest of each call: diverged calls are an error on every rank. After an error the
+    communicator is broken: every call raises that same error.
     """
 
     def __init__(
@@ -140,17 +134,13 @@ class SharedMemoryCommunicator(Communicator):
         self._warned = False
 
     def fit_waiting(self) -> None:
-        """Spin only if every rank has a core: elsewhere it would keep a peer from the one they
-        share. Collective.
-        """
+        """Spin only if every rank has a core of its own. Collective."""
         cores = set().union(*self.all_gather_object(bound_cores()))
         self._queue.spin_seconds = SPIN_SECONDS if len(cores) >= self.world_size else 0.0
         self._queue.spare_cores = len(cores) > self.world_size
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that the other ranks see too; after one warning ordinary memory, if there is
-        not enough. Blocks.
-        """
+        """Shared memory; ordinary memory, after one warning, if there is not enough. Blocks."""
         if device.type != "cpu" or numel * dtype.itemsize <= SHORT_BYTES:
             return torch.empty(numel, dtype=dtype, device=device)
         try:
@@ -221,7 +211,7 @@ class SharedMemoryCommunicator(Communicator):
             and tensor.is_cpu
             and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         ):
-            # what `contiguous_flat` would give; it takes a third of a short collective's time
+            # As `contiguous_flat`, which takes a third of a short collective's time.
             flat = tensor
         else:
             flat = contiguous_flat(tensor, collective.name + "_")
@@ -241,11 +231,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._queue.submit(what, steps, background=not short)
 
     def _agreed(self, what: str, digest: int, body: Steps, location: int = 0) -> Steps:
-        """``body``, whose first round tells the others what is called, and ends it if they call
-        something else.
-
-        It also tells them the tensor's ``location``.
-        """
+        """``body``, whose first round compares the calls, and announces the ``location``."""
         self._num_calls += 1
         call = self._num_calls
         self._rounds.announce(digest, location)
@@ -263,7 +249,6 @@ class SharedMemoryCommunicator(Communicator):
     def _in_place_if_all_can(
         self, collective: SharedCollective, flat: Tensor, location: int, operand: Any
     ) -> Steps:
-        """A body of `_agreed` whose first round tells where the tensors are."""
         yield self._rounds.arrive()
         if location == 0 or not self._rounds.all_wrote(LOCATION):
             yield from collective.through_slots(flat, self._rounds, operand)
@@ -278,7 +263,7 @@ class SharedMemoryCommunicator(Communicator):
 def _described(
     kind: str, dtype: torch.dtype, numel: int, operand: ReduceOp | int | None, name: str
 ) -> tuple[str, int]:
-    """Text and digest of a collective, made once: they take longer than a short collective."""
+    """Text and digest of a collective, cached: making them is slower than a short collective."""
     details = [dtype, f"{numel} elements"]
     if isinstance(operand, ReduceOp):
         check_reducible(torch.empty(0, dtype=dtype), operand)

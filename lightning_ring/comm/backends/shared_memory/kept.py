@@ -1,7 +1,7 @@
 """Shared memory that outlives a communicator, for ranks that go on when another one dies.
 
-Reserving and mapping 256 MiB anew takes 180 ms to 1.3 s. The survivors therefore keep what they
-share, and drop only the maps of ranks that are gone.
+Reserving and mapping memory anew is slow. The survivors keep what they share, and drop only the
+maps of ranks that are gone.
 """
 
 from __future__ import annotations
@@ -28,19 +28,15 @@ class _Block:
 
 
 class KeptMemory:
-    """Memory of the members of a job, which keep their numbers when their ranks change.
-    `regroup` comes first.
-    """
+    """Memory by member: a member's number stays when its rank changes. Call `regroup` first."""
 
     def __init__(self) -> None:
         self._members: tuple[int, ...] = ()
         self._blocks: dict[str, _Block] = {}  # by the name that all members know
 
     def regroup(self, members: Sequence[int]) -> None:
-        """Begin a generation of ``members``, by rank: drop others' maps, and memory that the last
-        one did not use.
-
-        Memory that a newcomer lacks is dropped as well.
+        """Begin a generation of ``members``, by rank. Drop others' maps, and memory that the last
+        generation did not use or a newcomer lacks.
         """
         self._members = tuple(members)
         for name, block in list(self._blocks.items()):
@@ -51,9 +47,7 @@ class KeptMemory:
             block.wanted = block.lent
 
     def share(self, bootstrap: Bootstrap, num_bytes: int) -> list[mmap.mmap | memoryview]:
-        """As `memory.share`: memory that is not lent on any rank if there is some, else new
-        memory. Collective.
-        """
+        """As `memory.share`, but reuse memory that no rank has lent. Collective."""
         fitting = {
             name: block.num_bytes
             for name, block in self._blocks.items()

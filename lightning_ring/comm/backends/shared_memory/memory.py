@@ -1,13 +1,7 @@
 """Memory that the ranks of a node share: its segments, rounds through them, and tensors in it.
 
-Each rank makes a file without a name (memfd_create), so that nothing can stay behind in /dev/shm;
-the others open it as ``/proc/PID/fd/N`` and map it. It ends with the last process or tensor that
-uses it, however that process ends, and the size of /dev/shm does not limit it.
-
-In a round each rank writes, announces it, and reads the others. A round ends where the next one
-begins, so two places to write to are enough: what a rank wrote for round k stands until it writes
-for round k+2, which it does after all arrived at k+1, which they do after reading what was written
-for k.
+In a round each rank writes, announces it, and reads the others. Two places to write to are enough:
+a rank overwrites round k in round k+2, after all arrived at k+1, and hence have read round k.
 """
 
 from __future__ import annotations
@@ -33,9 +27,7 @@ _PREFIX = "lightning_ring"
 
 
 class Bootstrap(Protocol):
-    """What ranks need to meet: every `Communicator` over just them will do, and
-    `StoreBootstrap`.
-    """
+    """What ranks need to meet: a `Communicator` over just them, or a `StoreBootstrap`."""
 
     @property
     def rank(self) -> int: ...
@@ -51,16 +43,12 @@ class NoSharedMemory(Exception):
 
 
 def share(bootstrap: Bootstrap, num_bytes: int) -> list[mmap.mmap]:
-    """Every rank's new memory of ``num_bytes``, by rank, mapped and its pages reserved.
-    Collective.
-    """
+    """Every rank's new memory of ``num_bytes``, by rank, mapped and reserved. Collective."""
     return share_named(bootstrap, num_bytes)[1]
 
 
 def share_named(bootstrap: Bootstrap, num_bytes: int) -> tuple[str, list[mmap.mmap]]:
-    """As `share`, with a name of the memory that is the same on every rank, and that no other
-    memory has.
-    """
+    """As `share`, with a unique name of the memory, the same on every rank."""
     file, offer = _make(num_bytes)
     try:
         offers = bootstrap.all_gather_object(offer)
@@ -70,7 +58,7 @@ def share_named(bootstrap: Bootstrap, num_bytes: int) -> tuple[str, list[mmap.mm
             maps = [_map(offer["path"], offer["name"], num_bytes) for offer in offers]
         except (OSError, ValueError) as problem:
             error = f"opening another rank's memory failed: {problem}"
-        # until here the others need this process's descriptor
+        # Until here the others need this descriptor.
         _raise_if_any(bootstrap.all_gather_object(error))
         return offers[0]["name"], maps
     finally:
@@ -79,10 +67,9 @@ def share_named(bootstrap: Bootstrap, num_bytes: int) -> tuple[str, list[mmap.mm
 
 
 def _make(num_bytes: int) -> tuple[int | None, dict[str, Any]]:
-    """A new file, and where other processes find it or why there is none."""
+    """A new file, and where it is or why there is none."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        # elsewhere a flag may overtake the data written before it, and Python has no fence to keep
-        # it from that
+        # Elsewhere a flag may overtake the data written before it, and Python has no fence.
         return None, {"error": f"it is used on x86-64 only, and this is {platform.machine()}"}
     if not hasattr(os, "memfd_create"):
         return None, {"error": "this system has no memfd_create (Linux has)"}
@@ -136,9 +123,8 @@ class Rounds:
     """One rank's side. ``maps`` are the segments of all ranks, of `SEGMENT_BYTES` each, zero at the
     start.
 
-    Words are written and read by single aligned instructions. On x86-64 other processors see a
-    rank's writes in the order of the program, so that whoever sees its arrival sees what it wrote
-    before.
+    Words are written and read by single aligned instructions. x86-64 shows a rank's writes in the
+    order of the program: whoever sees its arrival sees what it wrote before.
     """
 
     def __init__(self, rank: int, maps: Sequence[mmap.mmap]) -> None:
@@ -161,7 +147,7 @@ class Rounds:
         self._views = functools.lru_cache(_MAX_VIEWS)(self._cut_slots)
 
     def next_slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """The first ``numel`` elements of everybody's slot for the next round."""
+        """``numel`` elements of each rank's slot for the next round."""
         return self._views((self.number + 1) & 1, dtype, numel)
 
     def _cut_slots(self, parity: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
@@ -172,9 +158,7 @@ class Rounds:
         self._digest, self._location = digest, location
 
     def arrive(self) -> int:
-        """Say that this rank has written all it wants to in the next round; returns the round's
-        number.
-        """
+        """Announce that this rank has written for the next round; returns the round's number."""
         number = self.number + 1
         words = self._mine
         words[DIGEST + (number & 1)] = self._digest
@@ -193,9 +177,7 @@ class Rounds:
         return [rank for rank, board in enumerate(self._boards) if board[0] < number]
 
     def all_wrote(self, word: int) -> bool:
-        """Whether everybody gave the same `DIGEST`, or `LOCATION`, for the round that was just
-        reached.
-        """
+        """Whether all ranks gave the same `DIGEST`, or `LOCATION`, for the round just reached."""
         word += self.number & 1
         mine = self._mine[word]
         for board in self._others:  # noqa: SIM110
@@ -231,9 +213,7 @@ class Regions:
         self._num_added = 0
 
     def add(self, maps: Sequence[mmap.mmap | memoryview], dtype: torch.dtype) -> Tensor:
-        """All of this rank's map as a tensor; the region is forgotten, and its memory unmapped,
-        with the last view.
-        """
+        """This rank's map as a tensor. The memory is unmapped with its last view."""
         self._num_added += 1
         own = maps[self._rank]
         tensor = torch.frombuffer(own, dtype=dtype)
@@ -255,9 +235,7 @@ class Regions:
         self._sorted = sorted(self._by_number.values())
 
     def location(self, flat: Tensor) -> int:
-        """Region and offset of ``flat`` in one number: the same for counterparts on all ranks, 0
-        outside of regions.
-        """
+        """Region and offset of ``flat`` in one number, equal on all ranks; 0 outside regions."""
         address, regions = flat.data_ptr(), self._sorted
         # the last one, if its memory was given out anew
         index = bisect_right(regions, (address, math.inf))
@@ -269,8 +247,8 @@ class Regions:
         return (region.number << _OFFSET_BITS) + address - region.start
 
     def all_ranks(self, flat: Tensor, location: int, index: int | None = None) -> list[Tensor]:
-        """By rank, the counterparts of 1-D ``flat``, which lies at ``location``; or their
-        ``index``-th shards.
+        """By rank, the counterparts of 1-D ``flat`` at ``location``, or their ``index``-th
+        shards.
         """
         region = self._by_number[location >> _OFFSET_BITS]
         key = location, flat.numel(), flat.dtype, index

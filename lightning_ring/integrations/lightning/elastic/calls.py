@@ -1,6 +1,4 @@
-"""Collectives outside optimizer steps: made again in place when a rank dies in them, alone or as
-a section of code. Metric objects gather their states in them.
-"""
+"""Collectives outside optimizer steps, made again in place when a rank dies in them."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_ring.comm.communicator import Communicator
 
 T = TypeVar("T")
-CallsOfRank = tuple[int, Any]  # how many it has finished, and the result of the last one
+CallsOfRank = tuple[int, Any]  # how many have finished, and the last result
 
 
 class HostCalls:
-    """Counts the calls of this rank, so that one that has missed the end of a call gets its result
-    from another.
+    """Counts this rank's calls, so that it can get a missed result from another rank.
 
-    No rank may return from a call before all have come to it. After a death some may therefore have
-    finished a call in which the others still are, and none is further. ``recover(error)`` brings
-    this rank into the next view, in which `compare` is called, or raises.
+    No rank returns from a call before all have come to it. After a death some may have finished a
+    call in which the others still are. ``recover(error)`` brings this rank into the next view, in
+    which `compare` is called, or raises.
     """
 
     def __init__(self, recover: Callable[[Exception], None]) -> None:
@@ -43,7 +40,7 @@ class HostCalls:
     ) -> T:
         """``run()``, and once more for each rank that dies in it, after ``again()``.
 
-        Not ``counted`` is one from which a rank may return before all have come to it.
+        Without ``counted`` a rank may return before all have come to it.
         """
         if self._inside:
             return run()
@@ -66,7 +63,7 @@ class HostCalls:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Around code that is done again as a whole: its calls are not."""
+        """Around code that is done again as a whole."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -77,7 +74,7 @@ class HostCalls:
         return self._count, self._last
 
     def compare(self, of_ranks: Sequence[CallsOfRank]) -> None:
-        """Learn whether another rank has finished the call under way. ``of_ranks``: of all."""
+        """Learn whether another rank has finished the call under way."""
         most, last = max(of_ranks, key=lambda calls: calls[0])
         assert most <= self._count + 1, (
             f"a rank is {most - self._count} calls ahead: it waited for nobody"
@@ -89,9 +86,7 @@ class HostCalls:
 def gathering_through(
     calls: HostCalls, connected: Callable[[], Communicator], module: nn.Module
 ) -> Iterator[None]:
-    """Gather the states of each metric of ``module`` in one of ``calls``: of the ranks that are
-    there, or of all. ``connected`` returns their communicator.
-    """
+    """Gather the states of each metric of ``module`` in one of ``calls``."""
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     for metric in metrics:
         vars(metric)["_sync_dist"] = _Gathering(metric, calls, connected)
@@ -115,14 +110,13 @@ class _Gathering:
     def __call__(self, gather: Any = gather_all_tensors, process_group: Any = None) -> None:
         metric = self._metric
         if gather is gather_all_tensors and process_group is metric.process_group is None:
-            # A wait in torch's Gloo group was seen not to end when a rank died.
+            # Waits in torch's Gloo group may not end when a rank dies.
             gather = self._gather
 
         def run() -> dict[str, Any]:
             type(metric)._sync_dist(metric, gather, process_group)
             return {name: getattr(metric, name) for name in metric._defaults}
 
-        # another rank's, if this one has missed the end
         for name, state in self._calls.call(run).items():
             setattr(metric, name, state)
 

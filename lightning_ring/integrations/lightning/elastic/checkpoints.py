@@ -1,6 +1,4 @@
-"""Checkpoints of an elastic fit: in memory, from which all ranks enter it again when processes
-join, and on disk, when the job ends with too few ranks or has lost its state.
-"""
+"""Checkpoints of an elastic fit: in memory, to enter it again, and on disk."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
-CHUNK_BYTES = 64 * 2**20  # of a checkpoint, that travel at once
+CHUNK_BYTES = 64 * 2**20  # sent at once
 _KEY = "lightning_ring_elastic"
 _STATES = "optimizer_states"
 _COPIED_BY_OTHERS = ("state_dict", _STATES)
@@ -40,10 +38,9 @@ _OF_ONE_HOST = ("_last_time_checked",)
 
 
 class MemoryCheckpoint:
-    """What ``trainer.save_checkpoint`` would write, as files that lie in this process's memory.
+    """What ``trainer.save_checkpoint`` would write, as files in this process's memory.
 
-    The states of the optimizers have a file of their own, which stays as long as these tensors:
-    optimizers go on with them. The memory of the other file goes with this object.
+    Optimizer states have a file of their own, which lives as long as these tensors.
     """
 
     def __init__(self) -> None:
@@ -54,9 +51,7 @@ class MemoryCheckpoint:
         return _path_of(self._files["rest"])
 
     def load(self) -> dict[str, Any]:
-        """The checkpoint. Its tensors lie in the files: whoever keeps one copies it, except for
-        the states of optimizers.
-        """
+        """The checkpoint. Copy tensors to keep them, except the states of optimizers."""
         rest = _load(self.path)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             states = _load(_path_of(self._files[_STATES]))
@@ -87,9 +82,8 @@ class MemoryCheckpoint:
                 self._check_pickle(file, comm)
 
     def _check_pickle(self, file: int, comm: Communicator) -> None:
-        """Objects between ranks are sealed, and these bytes are not: the part that is unpickled
-        has to be rank 0's. Collective.
-        """
+        """Compare the part that is unpickled with rank 0's: these bytes are not sealed.
+        Collective."""
         pickled = torch._C.PyTorchFileReader(_path_of(file)).get_record("data.pkl")
         digest = hashlib.sha256(pickled).digest()
         if comm.broadcast_object(digest, name="checkpoint in memory") != digest:
@@ -101,9 +95,7 @@ class MemoryCheckpoint:
 
 
 class _Sending:
-    """``memory``, which rank 0 writes as a file from its start to its end, and gets to all ranks
-    meanwhile. Collective.
-    """
+    """A file that rank 0 writes into ``memory``, and sends to all ranks meanwhile. Collective."""
 
     def __init__(self, memory: mmap.mmap, comm: Communicator, device: torch.device) -> None:
         self._comm, self._device = comm, device
@@ -148,8 +140,6 @@ class _Sending:
 
 
 class _Counting:
-    """A file that only counts its bytes."""
-
     num_bytes = 0
 
     def write(self, data: bytes) -> int:
@@ -176,7 +166,7 @@ def _load(path: str) -> Any:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """They would take as long as all the rest."""
+    """Checksums would take as long as all the rest."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -186,10 +176,9 @@ def _without_checksums() -> Iterator[None]:
 
 
 def dump_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator) -> dict[str, Any]:
-    """The checkpoint of the fit between two steps; under a sharded algorithm the whole on rank 0.
-    Collective.
+    """The checkpoint of the fit between two steps; if sharded, whole on rank 0. Collective.
 
-    Besides what Lightning saves it holds what a resumed fit would find out anew, or never.
+    It adds what a resumed fit would not find again.
     """
     trainer, model = strategy.fit_trainer, strategy.fit_model
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -208,7 +197,7 @@ def dump_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator) -> 
 
 
 class RestOfCheckpoint:
-    """What `dump_fit` adds to Lightning's checkpoint, which restores the rest.
+    """What `dump_fit` adds to Lightning's checkpoint.
 
     Attributes:
         of_lightning: That checkpoint.
@@ -217,7 +206,7 @@ class RestOfCheckpoint:
     """
 
     def __init__(self, checkpoint: dict[str, Any]) -> None:
-        # what somebody keeps would keep the whole file
+        # a reference would keep the whole file
         copied = {
             key: value if key in _COPIED_BY_OTHERS else copy.deepcopy(value)
             for key, value in checkpoint.items()
@@ -228,21 +217,20 @@ class RestOfCheckpoint:
         self.learning_rates_for: int = self._found["learning_rates_for"]
 
     def restore_attributes(self, trainer: pl.Trainer, first: list[dict[str, Any]]) -> None:
-        """Before any hook is called: hooks may decide by them what they communicate.
+        """Before any hook is called: hooks may communicate depending on them.
 
-        The Trainer's are the ``first`` ones again, as its set-up finds them.
+        The Trainer's are the ``first`` ones again.
         """
         take_attributes(trainer, [first[0], *self._found["attributes"][1:]])
 
     def restore_flags(self, model: nn.Module) -> None:
-        """With the weights, before buckets are made for those that are trained."""
+        """With the weights, before buckets are made."""
         for param, trains in zip(model.parameters(), self._found["trained"], strict=True):
             param.requires_grad_(trains)
         for module, modes in zip(model.modules(), self._found["modes"], strict=True):
             vars(module).update(modes)
 
     def restore(self, strategy: ElasticStrategy) -> None:
-        """Before the first batch."""
         trainer, found = strategy.fit_trainer, self._found
         vars(trainer).update(found["attributes"][0])
         for name, metrics in found["logged"].items():
@@ -252,20 +240,15 @@ class RestOfCheckpoint:
 
 
 def _modes(module: nn.Module) -> dict[str, Any]:
-    """Flags that finetuning changes, and that are in no state."""
+    """Flags that finetuning changes."""
     names = [name for name in ("training", "track_running_stats") if hasattr(module, name)]
     return {name: getattr(module, name) for name in names}
 
 
-# --- what trainer, module, data module and callbacks keep outside of their states
-
-
 def plain_attributes(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """Copies of the numbers and texts, and of lists and dicts of them, in the attributes of each
-    part of the fit.
+    """Copies of plain values in the attributes of each part of the fit.
 
-    Of trainer, module and data module these are the public attributes: their private ones are
-    Lightning's.
+    Private attributes of trainer, module and data module are Lightning's.
     """
     return [
         {
@@ -278,7 +261,6 @@ def plain_attributes(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 
 def take_attributes(trainer: pl.Trainer, parts: list[dict[str, Any]]) -> None:
-    """Set what `plain_attributes` has found."""
     for (part, _), values in zip(_parts(trainer), parts, strict=True):
         vars(part).update(copy.deepcopy(values))
 
@@ -286,10 +268,9 @@ def take_attributes(trainer: pl.Trainer, parts: list[dict[str, Any]]) -> None:
 def _changed_on_all(
     first: list[dict[str, Any]], trainer: pl.Trainer, comm: Communicator
 ) -> list[dict[str, Any]]:
-    """The attributes that training has changed, to the same value on all ranks. Collective.
+    """The attributes that training has changed, equally on all ranks. Collective.
 
-    ``first`` are those with which it began. What differs between ranks, such as what only rank 0
-    writes, is each rank's own.
+    ``first`` are those with which it began.
     """
     changed = [
         {name: value for name, value in part.items() if name not in before or before[name] != value}
@@ -308,13 +289,12 @@ def _changed_on_all(
 
 
 def user_callbacks(trainer: pl.Trainer) -> Sequence[Callback]:
-    """Without those of this package, some of which are added where ranks connect."""
+    """Without those of this package."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [one for one in callbacks if not type(one).__module__.startswith("lightning_ring.")]
 
 
 def _parts(trainer: pl.Trainer) -> list[tuple[Any, bool]]:
-    """Each with whether its private attributes are among them."""
     data = getattr(trainer, "datamodule", None)
     public = [trainer, trainer.lightning_module, *([data] if data is not None else [])]
     private = [one for one in user_callbacks(trainer) if not isinstance(one, ProgressBar)]
@@ -333,9 +313,7 @@ MOST_ENTRIES = 3  # from one checkpoint: the fit does not get beyond it
 
 
 def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
-    """Save the fit beside its other checkpoints, as whichever rank calls it. All ranks that are
-    left hold the same.
-    """
+    """Save the fit beside its other checkpoints, on any rank: all hold the same."""
     trainer = strategy.fit_trainer
     callback = trainer.checkpoint_callback
     folder = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
@@ -353,8 +331,7 @@ def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
 def save_at_the_end(
     strategy: ElasticStrategy, fit: ElasticFit, take_back: Callable[[], None]
 ) -> None:
-    """Save what this rank has finished, where the job ends because it had too few ranks for too
-    long.
+    """Save what this rank has finished, when the job ends with too few ranks.
 
     ``take_back`` undoes the step under way.
     """
@@ -373,7 +350,7 @@ def save_at_the_end(
 def newest_of_rank_zero(
     strategy: ElasticStrategy, fit: ElasticFit, error: StateLostError, comm: Communicator
 ) -> str:
-    """The newest checkpoint, as rank 0 finds it, after a shard of the state was lost. Collective.
+    """Rank 0's newest checkpoint, after a shard was lost. Collective.
 
     Raises:
         JobEnded: The job ends with this view anyway.
@@ -403,9 +380,7 @@ def newest_of_rank_zero(
 
 
 def newest_checkpoint(trainer: pl.Trainer, given: Any) -> str | None:
-    """The newest file that the fit has saved and can go on from; else ``given``, with which it
-    began, if that is a file.
-    """
+    """The newest file that the fit has saved; else ``given``, if that is a file."""
     callbacks = [
         callback
         for callback in trainer.checkpoint_callbacks

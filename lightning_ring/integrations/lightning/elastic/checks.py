@@ -46,7 +46,7 @@ _REFUSED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def check_arguments(strategy: ElasticStrategy) -> None:
-    """Raise a ConfigurationError if the strategy was built with arguments that cannot work."""
+    """Refuse arguments that cannot work."""
     name, options = type(strategy).__name__, strategy.options
     if type(strategy.min_ranks) is not int or strategy.min_ranks < 1:
         raise ConfigurationError(
@@ -71,9 +71,7 @@ def check_arguments(strategy: ElasticStrategy) -> None:
 
 
 def check_fit(trainer: pl.Trainer) -> None:
-    """Raise a ConfigurationError that names everything that ``trainer`` has and an elastic fit
-    cannot do yet.
-    """
+    """Raise a ConfigurationError that names everything an elastic fit cannot do yet."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [type(callback).__name__ for callback in callbacks if isinstance(callback, _REFUSED)]
     found += [name for name, is_there in _REASONS.items() if is_there(trainer)]
@@ -85,9 +83,7 @@ def check_fit(trainer: pl.Trainer) -> None:
 
 
 def keeps_newcomers_out(trainer: pl.Trainer, num_fits: int) -> str:
-    """Why processes cannot join this fit, which is number ``num_fits`` of its script; ``""``
-    where they can.
-    """
+    """Why processes cannot join this fit, number ``num_fits`` of its script; ``""`` if they can."""
     if num_fits > 1:
         return (
             f"this is fit number {num_fits} of the script, and it would have to do the earlier "
@@ -113,8 +109,7 @@ def keeps_newcomers_out(trainer: pl.Trainer, num_fits: int) -> str:
 def check_newcomers(
     strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, joins: bool
 ) -> None:
-    """Compare all that newcomers have to have in common with the others, and do not get from them.
-    Collective.
+    """Compare what newcomers do not get from the others. Collective.
 
     Raises:
         ModelMismatchError: The ranks' models or optimizers differ.
@@ -150,7 +145,7 @@ def check_newcomers(
         **described("parameter", module.named_parameters()),
         **described("buffer", module.named_buffers()),
     }
-    # the checkpoint has what finetuning has frozen or not, and the groups that it has added
+    # the checkpoint has what finetuning has frozen and added
     unfrozen = {name: text.removesuffix(FROZEN) for name, text in described_tensors.items()}
     check_same_description(unfrozen, comm)
     if not any(isinstance(callback, BaseFinetuning) for callback in user_callbacks(trainer)):
@@ -159,7 +154,7 @@ def check_newcomers(
 
 
 def check_batches(sizes: Sequence[int]) -> None:
-    """Raise a ConfigurationError unless all ranks have batches of one size: a step counts on it."""
+    """Refuse different batch sizes."""
     if len(set(sizes)) > 1:
         raise ConfigurationError(
             f"The ranks of an elastic fit have training batches of different sizes: {[*sizes]}, by "

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class EnteringLauncher(_Launcher):
-    """Calls ``trainer.fit``'s implementation, and again whenever the ranks enter the fit again.
+    """Calls ``trainer.fit``'s implementation each time the ranks enter the fit.
 
-    Lightning hands each of its entry points to the strategy's launcher: no method is replaced.
+    Lightning hands its entry points to the strategy's launcher: no method is replaced.
     """
 
     is_interactive_compatible = True
@@ -34,7 +34,6 @@ class EnteringLauncher(_Launcher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run ``function`` in this rank."""
         if trainer is None or function.__name__ != "_fit_impl":
             return function(*args, **kwargs)
         call = inspect.signature(function).bind(*args, **kwargs)
@@ -55,7 +54,7 @@ class EnteringLauncher(_Launcher):
                 call.arguments["ckpt_path"] = fit.prepare_entry()
 
     def _enters_again_after(self, error: Exception) -> bool:
-        """Whether all ranks hold a checkpoint, and some have died in the set-up.
+        """Whether all ranks hold a checkpoint after deaths in the set-up.
 
         Raises:
             Exception: ``error``, if no rank has died.

@@ -1,4 +1,4 @@
-"""An elastic fit: what `Recovery` calls in a Trainer's training, and this process in its job."""
+"""An elastic fit: what `Recovery` calls in a Trainer's training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Connecting:
-    """How a process connects: arguments of `Generations`, and of `RingStrategy`."""
+    """Arguments of `Generations`, from `RingStrategy`."""
 
     backend: str
     device: torch.device
@@ -56,8 +56,7 @@ class Connecting:
 
 
 class ElasticProcess:
-    """Opened once, by the first fit. An uncaught exception in this process ends the job from then
-    on.
+    """Opened by the first fit. An uncaught exception then ends the job.
 
     Attributes:
         is_newcomer: Whether the training had begun when this process connected.
@@ -84,7 +83,7 @@ class ElasticProcess:
         atexit.register(self._say_at_exit)
 
     def count_entries(self, path: str, version: int) -> int:
-        """How often in a row a fit has gone on from this ``version`` of a file, with this time."""
+        """How often in a row a fit has gone on from this ``version`` of a file."""
         self._entries = self._entries + 1 if self._entered == (path, version) else 1
         self._entered = path, version
         return self._entries
@@ -102,7 +101,7 @@ _process: ElasticProcess | None = None
 
 
 def elastic_process(connecting: Connecting, training: ElasticTraining) -> ElasticProcess:
-    """This process, whose recovery calls ``training`` from now on.
+    """This process, whose recovery now calls ``training``.
 
     Raises:
         ConfigurationError: It is connected already, in another way.
@@ -123,14 +122,14 @@ def elastic_process(connecting: Connecting, training: ElasticTraining) -> Elasti
 
 @dataclass(frozen=True, slots=True)
 class FileCheckpoint:
-    """A checkpoint on disk, or `None`: the fit begins. ``path`` is as `Trainer.fit` takes it."""
+    """A checkpoint on disk. ``path`` is as `Trainer.fit` takes it."""
 
     path: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class RankStanding:
-    """Where a rank stands when ranks have changed. All ranks of a view exchange it once, first.
+    """Where a rank stands when ranks have changed. All ranks exchange it first.
 
     Attributes:
         joins: Whether it has come, and has no state yet.
@@ -181,7 +180,7 @@ class ElasticFit:
         self._said_that_they_wait = False
 
     def start(self) -> None:
-        """Take part in the job, or, in a newcomer, set up alone: the others go on meanwhile."""
+        """Take part in the job; a newcomer sets up alone."""
         self.process.num_fits += 1
         if self.process.num_fits > 1:
             self.process.member.leave_fit(False)
@@ -200,9 +199,7 @@ class ElasticFit:
         self._strategy.rank_changes.of_view(self.recovery.view.members, 0, 0.0)
 
     def prepare_entry(self) -> Any:
-        """Before the fit is entered with the checkpoint that all hold. Returns its
-        ``ckpt_path``.
-        """
+        """Before each entry. Returns its ``ckpt_path``."""
         assert self.held is not None
         trainer = self._strategy.fit_trainer
         self.rest = None
@@ -214,21 +211,16 @@ class ElasticFit:
         return self.held.path
 
     def begin_training(self) -> None:
-        """Before the first batch of each entry."""
         self.calls = HostCalls(self.recovery.after)
         self.step = ElasticStep(self._strategy, self.recovery, self.calls, self.resize)
 
     def save_at_the_end(self) -> None:
-        """Save what this rank has finished, where the job ends because it had too few ranks for
-        too long.
-        """
+        """Save what this rank has finished, when the job ends with too few ranks."""
         if self.recovery.step is not None:  # else it has not joined yet
             save_at_the_end(self._strategy, self, take_back=self.step.forget)
 
-    # -- newcomers
-
     def let_in_newcomers(self) -> None:
-        """Between two steps, where all ranks have agreed to it. Collective.
+        """Between two steps. Collective.
 
         Raises:
             EnterAgain: All ranks hold the checkpoint.
@@ -247,7 +239,7 @@ class ElasticFit:
             self._offer = None
 
     def join(self) -> None:
-        """Take part, with the state of the others, before the batch that they train on next.
+        """Take part with the others' state, before their next batch.
 
         Raises:
             EnterAgain: This process holds their checkpoint.
@@ -259,18 +251,16 @@ class ElasticFit:
 
     def _stand_alone(self) -> None:
         number = self.process.member.number
-        # as many ranks as the others had in their set-up
+        # as in the others' set-up
         size = self.process.member.first_ranks or 1
         rank = size - 1
-        # not local rank 0, which prepares data: that of the others has done so
+        # not local rank 0, which prepares data
         info = RankInfo(rank, size, max(1, rank), size, 0, 1, "ringrun")
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         device = self.process.connecting.device
         self.waits_to_join = True
         self._adopt(Job(info, [own_member(info, number, device)], store, None, device))
-
-    # -- called by the recovery
 
     def welcomes_newcomers(self) -> bool:
         if self._keeps_out and not self._said_that_they_wait:
@@ -325,7 +315,7 @@ class ElasticFit:
         return False
 
     def tell_of_ranks(self, step: int) -> None:
-        """Let monitors and timeline show that ranks have changed, if they have."""
+        """Let monitors and timeline show changed ranks."""
         assert self.recovery.view is not None
         strategy, changes = self._strategy, self._strategy.rank_changes
         stood_still = time.perf_counter() - self.recovery.since
@@ -333,13 +323,11 @@ class ElasticFit:
             strategy.timeline.ranks_changed(changes.latest, self.recovery.since)
             tell_monitors(strategy.fit_trainer, changes)
 
-    # -- the checkpoint that all hold
-
     def _standing(self) -> RankStanding:
         return RankStanding(self.waits_to_join, self.held is not None, self.calls.of_rank())
 
     def _holds_with_others(self, standings: list[RankStanding], comm: Communicator) -> bool:
-        """Whether all ranks hold the checkpoint now, which newcomers get. Collective.
+        """Whether all ranks hold the checkpoint now. Collective.
 
         Raises:
             PeerFailedError: Newcomers have to wait for another step.
@@ -361,7 +349,7 @@ class ElasticFit:
         return True
 
     def _offered(self, comm: Communicator) -> MemoryCheckpoint:
-        """The checkpoint of `let_in_newcomers`, which rank 0 sends. Collective."""
+        """The checkpoint of `let_in_newcomers`. Collective."""
         strategy, view = self._strategy, self.recovery.view
         assert view is not None
         held = MemoryCheckpoint()
@@ -369,7 +357,7 @@ class ElasticFit:
         if not self.waits_to_join:
             old = tuple(member for member in view.members if member not in view.newcomers)
             members, checkpoint = self._offer or ((), {})
-            # each of the ranks may have a part of the checkpoint that no other has
+            # each rank may have a part of the checkpoint
             if members != old or not self._has_batches_for(len(view.members)):
                 raise PeerFailedError("New processes have to wait for another step.")
         check_newcomers(strategy, self, comm, joins=self.waits_to_join)
@@ -390,8 +378,7 @@ class ElasticFit:
         adopt(job)
         strategy = self._strategy
         strategy._job = job
-        # Lightning takes the one at the local rank, which is 1 of 1 in a newcomer of a job that
-        # began with one rank
+        # Lightning indexes by the local rank, which is 1 of 1 in a newcomer of a job of one rank
         strategy.parallel_devices = [self.process.connecting.device] * max(
             job.info.local_size, job.info.local_rank + 1
         )

@@ -1,6 +1,4 @@
-"""What an elastic fit changes in Lightning's loops, and in its loaders, for the time in which it
-trains.
-"""
+"""What an elastic fit changes in Lightning's loops and loaders while it trains."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_fixed_samplers(loaders: Iterable[Any], rank: int, world_size: int) -> None:
-    """Name the validation loaders that were cut for other ranks than there are now, and so miss
-    or repeat samples.
-    """
+    """Warn of validation loaders that were cut for other ranks, and so miss or repeat samples."""
     for number, loader in enumerate(loaders):
         sampler = getattr(loader, "sampler", None)
         if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) == (
@@ -48,10 +44,9 @@ def warn_of_fixed_samplers(loaders: Iterable[Any], rank: int, world_size: int) -
 
 
 def with_ordered_sampler(loader: Any) -> Any:
-    """``loader``, with a `ShuffledSampler` in place of torch's `DistributedSampler`, which
-    Lightning puts in.
+    """``loader``, with a `ShuffledSampler` in place of torch's `DistributedSampler`.
 
-    torch's sampler cuts an epoch for a fixed number of ranks.
+    torch's cuts an epoch for a fixed number of ranks.
     """
     sampler = getattr(loader, "sampler", None)
     if type(sampler) is not DistributedSampler or not isinstance(loader, DataLoader):
@@ -70,8 +65,7 @@ def with_ordered_sampler(loader: Any) -> Any:
 
 
 def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) -> None:
-    """Let batches, validations and the optimizer's closure of ``strategy``'s Trainer outlive
-    deaths.
+    """Let batches, validations and the optimizer's closure outlive deaths.
 
     ``in_fit`` takes back what is changed.
     """
@@ -85,7 +79,7 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
     def advance_with_all_ranks(data_fetcher: Any) -> None:
         _meet(fit)
         if fit.enters_between_batches:
-            # else Lightning would skip, or do again, the validation after the last batch
+            # else Lightning would skip or repeat the last validation
             loop.restarting = fit.enters_between_batches = False
         advance(data_fetcher)
 
@@ -95,7 +89,7 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
             fit.step.averages_are_complete()
         fit.step.before_update()
 
-    # ranks gather optimizer state before the strategy saves; a newcomer has no shards yet
+    # ranks gather optimizer state before saving; a newcomer has no shards yet
     if fit.recovery.parted:
         save = trainer.save_checkpoint
         in_fit.callback(vars(trainer).pop, "save_checkpoint", None)
@@ -109,7 +103,6 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
 
 
 def _meet(fit: ElasticFit) -> None:
-    """Before a batch is fetched: newcomers come in, or the loader counts for other ranks."""
     if fit.waits_to_join:
         fit.join()
     elif fit.recovery.newcomers_wait:
@@ -118,7 +111,7 @@ def _meet(fit: ElasticFit) -> None:
 
 
 def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]) -> Any:
-    """A validation, again from its start where a rank dies in it."""
+    """A validation, repeated when a rank dies in it."""
     trainer, module = strategy.fit_trainer, strategy.lightning_module
     if not strategy.is_survivable or module is None:
         return run()
@@ -133,7 +126,7 @@ def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]
         restore_callbacks()
         restore_weights()
         trainer.should_stop = should_stop
-        # else the second run finds it in eval mode, and leaves it there
+        # else the second run leaves it in eval mode
         for part, training in modes:
             part.training = training
         loop._restarting, loop._combined_loader = False, None

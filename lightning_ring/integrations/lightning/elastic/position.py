@@ -1,6 +1,4 @@
-"""Where a fit stands in its training data, and how its loader goes on from there with other
-ranks.
-"""
+"""Where a fit stands in its training data."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from lightning_ring.integrations.lightning.data import written_sampler
 
 
 class TrainingPosition:
-    """The position in the order of an `OrderedSampler`, in samples of all ranks, before and after
-    the current step.
+    """The position in the order of an `OrderedSampler`, before and after the current step.
 
     Attributes:
         batch_size: Samples of a batch of one rank.
@@ -53,17 +50,14 @@ class TrainingPosition:
         self._epoch = trainer.current_epoch
         state = sampler.state_dict()  # also of a fit that goes on within an epoch
         begins = (state["position"], state["taken"]) if state["epoch"] == self._epoch else (0, 0)
-        # of the loader's iteration: global position, samples of each rank, batches before it
+        # of the iteration: global position, samples of each rank, batches before it
         self._origin = (*begins, 0)
-        self._before_first = True  # step: how many batches came before it is not known yet
+        self._before_first = True  # batches before it are unknown
         self._first = 0  # batch of the current step
         self.num_batches = 1
         self._before = self._after = self._state(0)
 
-    # -- a step
-
     def begin_step(self) -> None:
-        """The current batch is the first of a step."""
         if self._epoch != self._trainer.current_epoch:
             self._epoch, self._origin = self._trainer.current_epoch, (0, 0, 0)
             self._after = self._state(0)
@@ -74,20 +68,17 @@ class TrainingPosition:
         self._before = self._after
 
     def end_step(self) -> None:
-        """Keep the position after the current batch, which is the last of the step."""
+        """Keep the position after the step's last batch."""
         self.num_batches = self._batch_idx - self._first + 1
         self._after = self._state(self._batch_idx + 1 - self._origin[2])
 
-    # -- other ranks
-
     def as_planned(self) -> AbstractContextManager[None]:
-        """Inside, the loader counts its batches for `num_ranks`, also if ranks have died since."""
+        """The loader counts its batches for `num_ranks`, also after deaths."""
         rank = min(self._sampler.rank, self.num_ranks - 1)
         return self._sampler.placed(rank, self.num_ranks)
 
     def go_back(self) -> Any:
-        """Let the loader go back to the first batch of the current step, with the ranks that there
-        are now; returns it.
+        """Let the loader go back to the step's first batch, with the current ranks; returns it.
 
         The step takes `num_batches` again, of which `fetch` returns the others.
         """
@@ -97,7 +88,7 @@ class TrainingPosition:
         return batch
 
     def begin_epoch(self) -> None:
-        """Count the batches of an epoch that begins with other ranks than the fit."""
+        """Count the batches of an epoch that begins with other ranks."""
         self._epoch = self._trainer.current_epoch
         self._sampler.set_epoch(self._epoch)
         self._sampler.rewind()
@@ -113,17 +104,12 @@ class TrainingPosition:
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._fetcher.done
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    # -- newcomers
-
     @property
     def order(self) -> str:
-        """The order of the samples, and the data set that it is for."""
         return f"{self._sampler.kind} of {self._sampler.fingerprint}, seed {self._sampler.seed}"
 
     def has_batches_for(self, ranks: int) -> bool:
-        """Whether each of ``ranks`` has a batch left after the current step, of this epoch or of
-        one that begins.
-        """
+        """Whether each of ``ranks`` has a batch left after the current step."""
         ended = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         begins_epoch = ended or self._epoch != self._trainer.current_epoch
         position, done = (0, 0) if begins_epoch else (self._after["position"], self._batch_idx + 1)
@@ -141,15 +127,14 @@ class TrainingPosition:
         return {"epoch": self._epoch, "after": self._after}
 
     def join(self) -> None:
-        """From now on torch.distributed knows the ranks."""
         self._sampler.presumed = None
 
     def enter(self, state: dict[str, Any]) -> None:
-        """Go on from another rank's `state_dict`, with the ranks that there are now."""
+        """Go on from another rank's `state_dict`, with the current ranks."""
         done = self._batch_idx + 1
         with self.as_planned():
             if done:
-                # the loader counts in batches, whose size may be another one now
+                # the size of batches may have changed
                 taken = {"taken": done * self.batch_size}
                 self._epoch = state["epoch"]
                 self._restart(state["after"] | taken, done)
@@ -158,8 +143,6 @@ class TrainingPosition:
             else:
                 self.begin_epoch()
         self._fetcher.fetched = 0  # the epoch's loop adds the batches before
-
-    # -- the loader
 
     @property
     def _batch_idx(self) -> int:
@@ -174,14 +157,13 @@ class TrainingPosition:
         return self._trainer.fit_loop._data_fetcher
 
     def _state(self, batches: int) -> dict[str, Any]:
-        """After ``batches`` of the loader's iteration."""
         position, taken, _ = self._origin
         num = min(batches * self.batch_size, self._sampler.num_left(position))
         place = {"position": self._sampler.advanced(position, num), "taken": taken + num}
         return self._sampler.state_dict() | place | {"epoch": self._sampler.epoch}
 
     def _restart(self, state: dict[str, Any], done: int) -> None:
-        """Begin an iteration at ``state``, as if ``done`` batches of the epoch had been read."""
+        """Begin an iteration at ``state``, after ``done`` batches of the epoch."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         self._origin, self._before_first = (state["position"], state["taken"], done), False
         self._after, self.num_ranks = state, self._sampler.num_replicas
@@ -200,7 +182,7 @@ class TrainingPosition:
 
 
 def rewind_loaders(trainer: pl.Trainer) -> None:
-    """Let training loaders stand where they stand in a new process, which counts their batches."""
+    """Rewind training loaders to where they stand in a new process."""
     combined = trainer.fit_loop._combined_loader
     for loader in combined.flattened if combined is not None else ():
         if isinstance(sampler := getattr(loader, "sampler", None), OrderedSampler):
@@ -211,9 +193,7 @@ def rewind_loaders(trainer: pl.Trainer) -> None:
 
 
 def _as_written(loader: Any) -> str:
-    """What of ``loader`` an elastic fit cannot have, in the words of the script: torch and
-    Lightning add samplers.
-    """
+    """What an elastic fit cannot have of ``loader``, in the script's words."""
     if not isinstance(loader, DataLoader):
         return f"This one is a {type(loader).__name__}."
     if isinstance(loader.dataset, IterableDataset):

@@ -31,8 +31,7 @@ _RULES: dict[str, Callable[[int, int], float]] = {
 
 
 class Resize:
-    """Scales the learning rates of a step for its number of ranks. ``rule`` is
-    `ElasticStrategy`'s ``resize_lr``.
+    """Scales learning rates for the number of ranks. ``rule`` is ``resize_lr``.
 
     Attributes:
         num_ranks: Of the last finished step, for which the learning rates were chosen.
@@ -46,13 +45,12 @@ class Resize:
         self._said = 0
 
     def finish_step(self, num_ranks: int) -> None:
-        """A step of so many ranks has been taken."""
         self.num_ranks = num_ranks
         self._kept = []
 
     def apply(self, strategy: ElasticStrategy, position: TrainingPosition, step: int) -> None:
-        """Before a step is taken, or done again: scale the learning rates for the ranks that
-        there are, always from those of the last finished step. Say so on rank 0.
+        """Before each attempt of a step: scale the learning rates of the last finished step for the
+        current ranks. Say so on rank 0.
 
         Raises:
             ConfigurationError: The user's function returned no positive number.
@@ -88,8 +86,7 @@ class Resize:
 def scale_learning_rates(
     optimizers: Sequence[Optimizer], schedulers: Sequence[Any], factor: float
 ) -> list[tuple[dict[str, Any], str, Any]]:
-    """Multiply all learning rates that ``optimizers`` have and that ``schedulers`` start from,
-    in place.
+    """Multiply the learning rates of ``optimizers`` and ``schedulers``, in place.
 
     Returns:
         What was there before: owner, name and value of each.
@@ -125,7 +122,6 @@ def _set(owner: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:
-    """``schedulers``, and those of which they are made."""
     for scheduler in schedulers:
         yield scheduler
         yield from _with_inner(getattr(scheduler, "_schedulers", []))
@@ -140,9 +136,7 @@ class _Staying(OneCycleLR):
 
 
 def stay_at_the_end(schedulers: Sequence[Any]) -> None:
-    """Let each `OneCycleLR` keep its last rates: fewer ranks take more steps than it was made
-    for. In place.
-    """
+    """Let each `OneCycleLR` keep its last rates: fewer ranks take more steps. In place."""
     for scheduler in _with_inner(schedulers):
         if type(scheduler) is OneCycleLR:
             scheduler.__class__ = _Staying  # an attribute would be saved with its state

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 class ElasticStep:
     """The current step of ``strategy``'s fit.
 
-    Ranks learn of a death at different places: one waits for averages, another one is still in the
-    hooks of the step before. Yet all have to call the same collectives. So a step always begins as
-    it was planned when the last one finished: with that step's view, also on a rank that knows of a
-    death since. Whoever comes to its averages in a later view does it again, from the first batch
-    whose gradients it accumulates, over the ranks that are left.
+    Ranks learn of a death at different places, but have to call the same collectives. So a step
+    always begins as it was planned when the last one finished, with that step's view. A rank that
+    gets its averages in a later view does it again, from the first batch whose gradients it
+    accumulates.
 
     Attributes:
         position: In the training data; `None` outside of the training.
@@ -53,23 +52,21 @@ class ElasticStep:
         self.position: TrainingPosition | None = None
         self.substitute: Any = None
         self.committing = False
-        # The view in which the last step was finished; at first that of the set-up.
+        # The view in which the last step finished.
         self._generation = recovery.view.generation if recovery.view is not None else -1
         self._begun = False
         self._stepping = False
         self._under_way = StepUnderWay()
         self._changed_in_steps = ChangedInSteps()
         self._restore_progress: Callable[[], None] = lambda: None
-        # Under manual optimization: the gradients that earlier steps have left.
+        # Under manual optimization: gradients of earlier steps.
         self._own_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._step: Callable[[Callable[[], Any]], Any] = lambda closure: None
         self._loss: Any = None
         self._output: Any = None
 
     def place_epoch(self) -> None:
-        """Before a batch is fetched: count the batches of an epoch that begins after ranks have
-        changed.
-        """
+        """Count the batches of an epoch that begins after ranks have changed."""
         assert self.position is not None
         progress = self._strategy.fit_trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.ready == 0 and self._view.generation > 0:
@@ -77,16 +74,14 @@ class ElasticStep:
                 self.position.begin_epoch()
 
     def batch(self) -> Any:
-        """Before a training step: the batch that it reads in place of its own, if any."""
+        """The batch that a training step reads in place of its own, if any."""
         if not self._stepping:
             self.substitute = None
             self._begin()
         return self.substitute
 
     def take_batch(self, train: Callable[[Any], Any], batch: Any) -> Any:
-        """``train(batch)``, a training_step that steps optimizers itself, as one step: done
-        again as a whole.
-        """
+        """``train(batch)``, a manual training_step, as one step: repeated as a whole."""
 
         def step(compute: Callable[[], Any]) -> Any:
             output = compute()
@@ -97,9 +92,7 @@ class ElasticStep:
         return self.take(step, lambda: train(batch if self.substitute is None else self.substitute))
 
     def take(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
-        """``step(closure)``, which computes averages in ``closure`` and then steps the
-        optimizer, once.
-        """
+        """``step(closure)``, which averages in ``closure`` and then steps the optimizer, once."""
         recovery, trainer = self._recovery, self._strategy.fit_trainer
         assert self.position is not None
         assert recovery.step is not None
@@ -140,21 +133,16 @@ class ElasticStep:
                 self._strategy.drop_gradients()
 
     def averages_are_complete(self) -> None:
-        """After the hooks that may change averages: from here on the step needs no other rank.
-        Collective.
-        """
+        """From here on the step needs no other rank. Collective."""
         self._strategy.survivor.before_commit()
         self._recovery.complete = True
         self._recovery.agree()
 
     def before_update(self) -> None:
-        """Gradients are final, and the optimizer takes its step with them, whatever becomes of
-        other ranks.
-        """
+        """Gradients are final: the optimizer will step."""
         self._changed_in_steps.end_step()
 
     def forget(self) -> None:
-        """Undo the step under way, which nobody will finish."""
         self._under_way.take_back()
 
     @property
@@ -163,7 +151,6 @@ class ElasticStep:
         return self._recovery.view
 
     def _begin(self) -> None:
-        """With the first of its batches."""
         if not self._begun:
             assert self.position is not None
             self._begun = True
@@ -176,7 +163,6 @@ class ElasticStep:
                 ]
 
     def _remember(self) -> Callable[[], None]:
-        """What undoes the step that begins."""
         trainer, strategy = self._strategy.fit_trainer, self._strategy
         restore = remember_step(trainer, strategy.fit_model)
         if strategy.is_automatic:
@@ -191,8 +177,8 @@ class ElasticStep:
         return restore_step
 
     def _accumulate_again(self, closure: Callable[[], Any]) -> None:
-        """The batches of this step, from its first one, with the ranks that there are now; all but
-        the last batch's gradients."""
+        """Repeat the batches of this step with the current ranks; leave the last batch's
+        gradients."""
         assert self.position is not None
         self._strategy.drop_gradients()
         for param, gradient in self._own_gradients:
@@ -220,8 +206,6 @@ class ElasticStep:
             self._stepping = False  # the step is finished
             self._recovery.after(error)  # which completes them in another way
 
-    # -- called by the recovery
-
     def commit(self) -> None:
         """Finish the step under way, whose averages are complete. Calls no collective."""
         self.committing = True  # the hooks have run, and gradients are clipped
@@ -231,12 +215,11 @@ class ElasticStep:
         finally:
             self.committing = False
         self._finish()  # in the view whose averages these are
-        # should another rank die before this one is connected again
+        # another rank may die before this one is connected
         self._restore_progress = lambda: None
 
     def take_back(self) -> None:
-        """Undo what the step under way has changed: it is done again."""
-        # else the step finds out that ranks have changed, and does its batches again
+        # else the step itself does its batches again
         if self._stepping:
             self._under_way.take_back()
             self._restore_progress()

@@ -71,10 +71,10 @@ class ElasticStrategy(RingStrategy):
     """Ranks that a steward started train on when one of them dies, and take in new ones:
     ``Trainer(strategy="ring_elastic")``.
 
-    A death is survived from the fit's set-up to its end: in a step, in collectives that Lightning
-    calls between steps, in validation and in saving. In test and predict, and in collectives that
-    code calls by itself between steps, it ends the job, as with `RingStrategy`. When a process
-    joins, all ranks enter the fit again from a checkpoint in memory.
+    A death is survived from the fit's set-up to its end: in a step, in Lightning's collectives
+    between steps, in validation and in saving. In test, predict and your own collectives between
+    steps it ends the job. When a process joins, all ranks enter the fit again from a checkpoint in
+    memory.
 
     Args:
         min_ranks: With fewer ranks for longer than ``wait_for_ranks`` the fit saves a checkpoint
@@ -147,7 +147,7 @@ class ElasticStrategy(RingStrategy):
 
     @contextmanager
     def entering(self, trainer: pl.Trainer, given: Any) -> Iterator[None]:
-        """Around a fit, with all entries into it. ``given``: its ``ckpt_path``."""
+        """Around a fit. ``given``: its ``ckpt_path``."""
         self._fit, self._given = None, given
         self._first_progress = trainer.fit_loop.state_dict()
         try:
@@ -160,9 +160,7 @@ class ElasticStrategy(RingStrategy):
         return self._fit
 
     def leave_loops(self, fit: ElasticFit) -> None:
-        """Between two entries into ``fit``: take back what the first one has set up. Calls no
-        hook.
-        """
+        """Take back what an entry into ``fit`` has set up. Calls no hook."""
         trainer, loop = self.fit_trainer, self.fit_trainer.fit_loop
         joins, fit.waits_to_join = fit.waits_to_join, False
         self._restore_random = remember_random_state() if self.in_fit and not joins else None
@@ -172,7 +170,7 @@ class ElasticStrategy(RingStrategy):
         self.optimizers, self.lr_scheduler_configs = [], []
         self.drop_gradients()  # a checkpoint holds none
         for metric in (part for part in self.fit_model.modules() if isinstance(part, Metric)):
-            # parts of a graph, with which a module cannot be copied
+            # a module cannot be copied with parts of a graph
             metric._forward_cache = metric._computed = None
         if not trainer.training:  # a rank has died in a validation
             loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
@@ -220,7 +218,6 @@ class ElasticStrategy(RingStrategy):
 
     @property
     def _rest(self) -> RestOfCheckpoint | None:
-        """Of the checkpoint in memory from which this fit is entered."""
         return self._fit.rest if self._fit is not None else None
 
     @property
@@ -234,7 +231,7 @@ class ElasticStrategy(RingStrategy):
             return
         check_fit(trainer)
         if fit.waits_to_join:
-            # the others have done it, or do it when this process enters with them
+            # the others have done it, or do it with this process
             self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         else:
             trainer.num_sanity_val_steps = self._sanity_steps or trainer.num_sanity_val_steps
@@ -269,10 +266,7 @@ class ElasticStrategy(RingStrategy):
         """Also with one rank: others may come."""
         return self._job.communicator if self._job is not None else None
 
-    # -- other ranks
-
     def attach_anew(self, comm: Communicator) -> None:
-        """Average gradients over ``comm`` from now on. Collective."""
         self._move(comm)
         self.algorithm.detach(wait=False)
         self.drop_gradients()
@@ -283,9 +277,7 @@ class ElasticStrategy(RingStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """As for every strategy; also for gradients of the ranks that there are after a death
-        inside.
-        """
+        """As for every strategy; also for the ranks after a death inside."""
         with ExitStack() as blocked:
             self._blocked = blocked
             blocked.callback(setattr, self, "_blocked", None)
@@ -299,7 +291,7 @@ class ElasticStrategy(RingStrategy):
 
     @property
     def survivor(self) -> SurvivesDeaths:
-        """The algorithm of this fit, or of the fit that this process is about to join."""
+        """The algorithm of this fit, or of the next."""
         if isinstance(self.algorithm, SurvivesDeaths):
             return self.algorithm
         algorithm = self._new_algorithm()
@@ -311,7 +303,7 @@ class ElasticStrategy(RingStrategy):
         self._place_mirrors()
 
     def _place_mirrors(self) -> None:
-        """On another host, where there are several."""
+        """On another host, if possible."""
         assert self._job is not None
         nodes = nodes_of(self._job.members)
         self.survivor.mirror_order = [
@@ -323,13 +315,12 @@ class ElasticStrategy(RingStrategy):
         super()._attach(trainer, comm)
 
     def drop_gradients(self) -> None:
-        """Those of a step that is done again; and their memory is used again."""
+        """Their memory is used again."""
         for param in self.fit_model.parameters():
             param.grad = None
 
     @property
     def in_fit(self) -> bool:
-        """Whether gradients are averaged: in a fit, after its set-up."""
         return self._step_hooks is not None
 
     @property
@@ -352,9 +343,7 @@ class ElasticStrategy(RingStrategy):
 
     @contextmanager
     def whole_optimizer_states(self) -> Iterator[None]:
-        """Around a checkpoint of a rank that holds the whole of them, as after the shards were
-        put together.
-        """
+        """Around a checkpoint of a rank that holds all shards."""
         self._holds_whole_states = True
         try:
             yield
@@ -366,8 +355,6 @@ class ElasticStrategy(RingStrategy):
             return optimizer.state_dict()
         return super().optimizer_state(optimizer)
 
-    # -- training
-
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer, fit = self._trainer, self._fit
@@ -378,8 +365,7 @@ class ElasticStrategy(RingStrategy):
         loop = trainer.fit_loop.epoch_loop
         progress = loop.batch_progress
         if loop.restarted_on_train_batch_end and progress.is_last_batch:
-            # saved after an epoch's last batch; other ranks have more: Lightning would end the next
-            # epoch before it begins
+            # saved after an epoch's last batch; else Lightning would end the next epoch too early
             progress.current.completed = int(trainer.num_training_batches)
             trainer.fit_loop.reset_restart_stage()  # else it would not count that epoch
         position = fit.step.position = TrainingPosition(trainer)
@@ -395,7 +381,6 @@ class ElasticStrategy(RingStrategy):
         change_loops(self, fit, self._in_fit)
 
     def _begin_to_train(self, fit: ElasticFit, position: TrainingPosition) -> None:
-        """All ranks have come here: from now on a death is survived in place."""
         rest, fit.entered = fit.rest, True
         fit.held = fit.rest = self._restore_random = None
         step = fit.recovery.step or 0
@@ -407,7 +392,7 @@ class ElasticStrategy(RingStrategy):
         stay_at_the_end([config.scheduler for config in self.lr_scheduler_configs])
         fit.tell_of_ranks(step)
         fit.enters_between_batches = True
-        # loader processes, which begin now, would keep the memory of the checkpoint
+        # loader processes would keep the checkpoint's memory
         del rest
         position.enter(state)
 
@@ -424,8 +409,7 @@ class ElasticStrategy(RingStrategy):
         fit, trainer = self._fit, self._trainer
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         if self.is_survivable and not interrupted:
-            # who dies before all have come here is replaced as in a step: rank 0 may be another
-            # one. Nobody is later
+            # deaths before this are handled as in a step. Nobody is later
             self.barrier()
         self._in_fit.close()
         if fit is not None:
@@ -444,8 +428,7 @@ class ElasticStrategy(RingStrategy):
             before = self.buffers_state
 
             def take_back() -> None:
-                # else this rank counts the batch twice, and sends before other batches than the
-                # rest
+                # else this rank counts the batch twice, and its broadcasts differ
                 self.buffers_state = before
 
             self._call(lambda: self.and_barrier(start), take_back)
@@ -473,14 +456,11 @@ class ElasticStrategy(RingStrategy):
             lambda compute: plain(optimizer, compute, model, **kwargs), closure
         )
 
-    # -- collectives of Lightning between steps
-
     def call_together(self, run: Callable[[], T]) -> T:
-        """``run()``, which calls collectives that all ranks call between two steps; again where a
-        rank dies in it.
+        """``run()``, which calls collectives between two steps; repeated if a rank dies in it.
 
-        Its last collective returns on no rank before all have come to it. Every rank gets a result,
-        which may be another rank's: it has to be the same on all of them.
+        Its last collective returns on no rank before all have come to it. The result, which may be
+        another rank's, has to be the same on all.
         """
         return self._call(run)
 
@@ -488,7 +468,7 @@ class ElasticStrategy(RingStrategy):
         self._call(lambda: super(ElasticStrategy, self).barrier(*args, **kwargs))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        # the rank whose object it is would not wait for the others
+        # the source would not wait for the others
         return self._call(
             lambda: self.and_barrier(lambda: super(ElasticStrategy, self).broadcast(obj, src))
         )
@@ -507,7 +487,7 @@ class ElasticStrategy(RingStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is dist.group.WORLD or group not in dist.distributed_c10d._world.pg_map:
-            # the default group is another one after a death; the module names it before that
+            # the default group changes after a death
             group = None
 
         def run() -> Tensor:
@@ -515,7 +495,7 @@ class ElasticStrategy(RingStrategy):
             on_root_device = tensor.device.type == self.root_device.type
             if comm is None or group is not None or sync_grads or not on_root_device:
                 return super(ElasticStrategy, self).all_gather(tensor, group, sync_grads)
-            # a wait in torch's Gloo group was seen not to end when a rank died
+            # waits in torch's Gloo group may not end when a rank dies
             return torch.stack(comm.all_gather(tensor, name="all_gather"))
 
         return self._call(run)
@@ -530,13 +510,11 @@ class ElasticStrategy(RingStrategy):
 
     @property
     def is_automatic(self) -> bool:
-        """Whether Lightning steps the optimizers, and not the module itself."""
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization
 
     @property
     def is_survivable(self) -> bool:
-        """Whether a death here is survived: a fit trains."""
         return self._fit is not None and self._fit.step.position is not None and not self._alone
 
     def _call(
@@ -551,7 +529,7 @@ class ElasticStrategy(RingStrategy):
         return self._fit.calls.call(run, again, counted=counted)
 
     def and_barrier(self, run: Callable[[], T]) -> T:
-        """Nobody leaves before all have run it to the end."""
+        """Nobody leaves before all have run it."""
         result = run()
         if self._comm is not None and not self._alone:
             self._comm.barrier()

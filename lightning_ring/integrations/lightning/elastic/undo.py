@@ -35,9 +35,7 @@ _LOGGED = (
 
 
 def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
-    """Keep buffers, random generators, metrics and logged results; the returned function
-    restores them.
-    """
+    """Keep buffers, random generators, metrics and logged results; returns what restores them."""
     restore_module = remember(module)
     restore_metrics = remember_metrics(module)
     restore_announced = remember_announced_steps(trainer)
@@ -60,7 +58,7 @@ def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
 
 
 def remember_progress(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keep the counts of the step that has begun; the returned function restores them."""
+    """Keep the counts of the begun step; returns what restores them."""
     loop = trainer.fit_loop.epoch_loop
     automatic = trainer.lightning_module.automatic_optimization
     progress: Any = (
@@ -81,7 +79,7 @@ def remember_progress(trainer: pl.Trainer) -> Callable[[], None]:
 
 
 def remember_metrics(module: nn.Module) -> Callable[[], None]:
-    """Keep what the metrics of ``module`` have counted; the returned function restores it."""
+    """Keep the metrics' counts; returns what restores them."""
     metrics = [
         (metric, _state(metric)) for metric in module.modules() if isinstance(metric, Metric)
     ]
@@ -95,9 +93,7 @@ def remember_metrics(module: nn.Module) -> Callable[[], None]:
 
 
 def remember_callbacks(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keep what callbacks know that save or stop, since all ranks have to decide alike; the
-    function restores it.
-    """
+    """Keep the state of callbacks that save or stop; returns what restores it."""
     every = getattr(trainer, "callbacks", [])
     callbacks = [callback for callback in every if isinstance(callback, Checkpoint | EarlyStopping)]
     states = [
@@ -138,10 +134,9 @@ _OF_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_ring.")
 def remember_exchanged_weights(
     trainer: pl.Trainer, module: pl.LightningModule
 ) -> Callable[[], None]:
-    """Keep what hooks may exchange for the time of a validation, which would exchange it once more.
+    """Keep weights that hooks may exchange for a validation; returns what restores them.
 
-    A copy of the module, and of tensors and modules in the attributes of callbacks with such hooks;
-    of nothing where there is no such hook. The returned function restores it.
+    Copies the module, and tensors and modules of callbacks with such hooks, if there are any.
     """
     callbacks = [callback for callback in trainer.callbacks if _may_exchange(callback)]  # type: ignore[attr-defined]
     if not callbacks and not _overrides(module, pl.LightningModule):
@@ -165,20 +160,19 @@ def remember_exchanged_weights(
 
 
 class ChangedInSteps:
-    """Finds the parameters that a step changes before its optimizer does, such as those of a
-    momentum encoder.
+    """Finds parameters that a step changes before its optimizer, such as a momentum encoder's.
 
-    It compares sums of all parameters in steps 1, 2, 4, 8 and so on of this process. What it has
-    found is restored from the next step on, where a step is done again.
+    It compares sums of all parameters in steps 1, 2, 4, 8, ... of this process. What it has found
+    is restored from the next step on.
     """
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._found: dict[int, nn.Parameter] = {}  # by id
+        self._found: dict[int, nn.Parameter] = {}
         self._before: tuple[list[nn.Parameter], list[int]] | None = None
 
     def begin_step(self, module: nn.Module) -> Callable[[], None]:
-        """Keep the values of those that were found; the returned function restores them."""
+        """Keep the found parameters; returns what restores them."""
         self._num_steps += 1
         self._before = None
         if self._num_steps & (self._num_steps - 1) == 0:
@@ -191,7 +185,6 @@ class ChangedInSteps:
         return remember_values(self._found.values())
 
     def end_step(self) -> None:
-        """Before the optimizer's step."""
         if self._before is not None:
             params, sums = self._before
             now = _sums(params)
@@ -209,7 +202,6 @@ def _may_exchange(callback: Callback) -> bool:
 
 
 def _overrides(one: Any, kind: type) -> bool:
-    """Whether ``one``, of ``kind``, has a hook of its own at the start of a validation."""
     return any(
         getattr(getattr(one, name), "__func__", None) is not getattr(kind, name) for name in _STARTS
     )
@@ -229,21 +221,18 @@ def _is_dense(param: Tensor) -> bool:
 
 @torch.no_grad()
 def _sums(params: Iterable[Tensor]) -> list[int]:
-    """Of the bits of each, as integers."""
     return [int(as_integers(param.detach()).sum(dtype=torch.int64)) for param in params]
 
 
 def forget_unscaling(precision: Any) -> None:
-    """A scaler divides gradients once a step; those of the step under way are dropped."""
+    """Let a scaler divide the gradients of this step again."""
     if (scaler := getattr(precision, "scaler", None)) is not None:
         scaler._per_optimizer_states.clear()
 
 
 @contextmanager
 def already_unscaled(precision: Any) -> Iterator[None]:
-    """Around the optimizer's step of averages that were divided, and looked through for
-    infinities, before.
-    """
+    """Around a step of averages that are already divided and checked."""
     if (scaler := getattr(precision, "scaler", None)) is None:
         yield
         return
@@ -255,9 +244,7 @@ def already_unscaled(precision: Any) -> Iterator[None]:
 
 
 def remember_weights(strategy: ElasticStrategy) -> Callable[[], None]:
-    """Keep parameters, optimizers and schedulers; the returned function restores them. A copy of
-    all their tensors.
-    """
+    """Copy parameters, optimizers and schedulers; returns what restores them."""
     module = strategy.fit_model
     params = [(param, param.detach().clone(), param.requires_grad) for param in module.parameters()]
     optimizers = [(optimizer, *_state_of(optimizer)) for optimizer in strategy.optimizers]
@@ -283,7 +270,6 @@ def remember_weights(strategy: ElasticStrategy) -> Callable[[], None]:
 
 
 def _state_of(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """Copies of the state of each parameter, and of the settings of each group."""
     state = {
         key: {name: _copy_of(value) for name, value in of_one.items()}
         for key, of_one in optimizer.state.items()

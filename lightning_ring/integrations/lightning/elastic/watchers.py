@@ -1,6 +1,4 @@
-"""Monitors, loggers and progress bars when ranks die and come: a rank that becomes rank 0 goes on
-with the files of the one before.
-"""
+"""Monitors, loggers and progress bars when ranks change."""
 
 from __future__ import annotations
 
@@ -22,16 +20,14 @@ from lightning_ring.monitor.ring_monitor import RingMonitor
 
 
 def tell_monitors(trainer: pl.Trainer, changes: RankChanges) -> None:
-    """Ranks have changed; on rank 0, which may be another one than before, that is logged."""
+    """Log on rank 0 that ranks have changed."""
     for monitor in _monitors(trainer):
         scalars = changes.scalars() | {"ring/standstill_ms": changes.seconds * 1e3}
         monitor.on_ranks_changed(trainer, scalars, changes.latest)
 
 
 def remember_announced_steps(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keep how many steps hooks have announced; the returned function restores it: a step is
-    announced again.
-    """
+    """Keep how many steps hooks have announced; returns what restores it."""
     counts = [
         (counted, counted.announced)
         for monitor in _monitors(trainer)
@@ -51,21 +47,19 @@ def _monitors(trainer: pl.Trainer) -> list[RingMonitor]:
 
 
 def names_of(loggers: list[Logger]) -> list[Any]:
-    """The version of each logger, which rank 0 has chosen."""
+    """The version of each logger."""
     return [logger.version for logger in loggers]
 
 
 def take_names(loggers: list[Logger], names: list[Any]) -> None:
-    """Write where rank 0 writes, should this rank follow it."""
+    """Write where rank 0 writes, to be able to follow it."""
     for logger, name in zip(loggers, names, strict=True):
         if hasattr(logger, "_version"):
             logger._version = name
 
 
 def take_over(trainer: pl.Trainer, *, trains: bool) -> None:
-    """Write and show what rank 0 did, from where it was; ``trains``: in the middle of the
-    training.
-    """
+    """Continue what rank 0 wrote and showed; ``trains``: within the training."""
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             go_on_with_csv(logger)
@@ -79,10 +73,10 @@ def take_over(trainer: pl.Trainer, *, trains: bool) -> None:
 
 
 def go_on_with_csv(logger: CSVLogger) -> None:
-    """Open the files of ``logger``, which keep what they hold."""
+    """Open the files of ``logger``, and keep their content."""
     folder = Path(logger.log_dir)
     path, hyperparameters = folder / "metrics.csv", folder / "hparams.yaml"
-    # the logger deletes what is there; a rank that dies now leaves it for the next one
+    # the logger deletes existing files; a rank that dies now leaves this one
     aside = folder / ".metrics.csv"
     if path.exists():
         path.replace(aside)

@@ -1,8 +1,6 @@
-"""``horovod`` for scripts that `python -m lightning_ring.horovod` runs, and for the processes that
-they start.
+"""``horovod`` for scripts that `python -m lightning_ring.horovod` runs, and for their processes.
 
-The folder above stands on their ``sys.path``. The names of Horovod's modules lead to those of
-`lightning_ring.horovod`.
+The folder above is on their ``sys.path``.
 """
 
 from __future__ import annotations
