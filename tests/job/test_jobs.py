@@ -27,7 +27,7 @@ SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
 pytestmark = pytest.mark.ranks
 # the others are about what launcher and rank see of each other
-FORKED = ("raise", "raise-all-caught", "caught-exit", "kill", "exit-3", "wait")
+FORKED = ("raise", "raise-all-caught", "caught-exit", "kill", "wait")
 AT_ONCE = 60.0  # seconds, within which a job ends whose ranks would wait for 600
 
 

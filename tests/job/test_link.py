@@ -2,6 +2,7 @@
 
 import contextlib
 import subprocess
+import sys
 import time
 
 import pytest
@@ -49,7 +50,7 @@ def test_both_sides_end_when_the_link_is_cut(hosts, tmp_path):
     with contextlib.ExitStack() as cleanup:
         address = hosts.address(hosts.names[0])
         ranks = start_ranks(cleanup, hosts, address, ("wait", "sleep"), tmp_path)
-        command = hosts.mpirun(4, *forked.python(), "-c", NESTED, str(tmp_path))
+        command = hosts.mpirun(4, sys.executable, "-c", NESTED, str(tmp_path))
         nested = cleanup.enter_context(started(command, OMPI_MCA_mpi_yield_when_idle="1"))
         wait_for(lambda: len([*tmp_path.glob("pid.*"), *tmp_path.glob("nested.*")]) == 6, 90)
         time.sleep(1)

@@ -314,8 +314,8 @@ def test_a_newcomer_that_fails_before_its_first_step_is_a_death(failing, tmp_pat
     assert [end["number"] for end in ends] in ([0], [0, max(failing) + 1])
     output = (tmp_path / "output").read_text()
     for number in failing:
-        told = rf"process {number} \(pid \d+\) ended with exit code 1 \(process {number} .*only"
-        assert re.search(told, output)
+        failed = rf"process {number} \(pid \d+\) ended with exit code 1"
+        assert re.search(rf"{failed} \(process {number} .*only this", output)
 
 
 def grow(ranks, folder, *asked, **options):
