@@ -48,8 +48,8 @@ class RingOptions:
 
     Attributes:
         caller: Name of what the user called, for errors.
-        names: Names that ``algorithm`` takes. None for `RingStrategy`: the Trainer takes them.
-        algorithm: Always an `Algorithm` once the options are checked.
+        names: Names that ``algorithm`` accepts; none for `RingStrategy`.
+        algorithm: An `Algorithm` once the options are checked.
     """
 
     caller: ClassVar[str] = "RingStrategy"
@@ -125,7 +125,7 @@ class RingOptions:
             )
 
     def new_algorithm(self) -> Algorithm:
-        """A new algorithm for a fit, without state of an earlier fit."""
+        """An algorithm without state of an earlier fit."""
         assert isinstance(self.algorithm, Algorithm)
         return copy.deepcopy(self.algorithm)
 

@@ -19,8 +19,9 @@ __all__ = [
 ]
 
 AllGather = Callable[[Tensor], Sequence[Tensor]]
-"""Every rank's tensor, by rank, for a tensor of one shape and dtype on all ranks:
-`Communicator.all_gather` is one."""
+"""Returns every rank's tensor, by rank; shape and dtype are equal on all ranks.
+`Communicator.all_gather` is one.
+"""
 
 
 CHUNK = 1024  # queries that are compared at a time
@@ -35,23 +36,20 @@ def search(
     exclude: Tensor | None = None,
     all_gather: AllGather | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` items of all ranks' galleries that are most similar to each of this rank's
-    ``queries``, best first.
+    """The ``k`` items of all galleries most similar to each of this rank's ``queries``, best first.
 
-    No rank holds the whole gallery: it passes by in blocks. Beside its own queries and gallery, a
-    rank has memory for the ranks' blocks, for `CHUNK` x `BLOCK` similarities, and for the results.
+    No rank holds the whole gallery: it passes by in blocks.
 
     Args:
         queries: (q, d) of this rank, of unit length; q may differ between ranks.
         gallery: (n, d) of this rank, of unit length; n may differ too.
         k: Items to find; fewer are found where the galleries hold fewer.
-        exclude: (q,) place of an item that a query does not find, such as itself; -1 for none.
-        all_gather: With several ranks: brings tensors together.
+        exclude: (q,) place of an item that a query must not find, such as itself; -1 for none.
+        all_gather: Required with several ranks.
 
     Returns:
-        Similarities (q, k) and places (q, k). An item's place counts the galleries of all ranks,
-        one rank after another. Where only excluded items are left, the similarity is -inf and the
-        place -1.
+        Similarities (q, k) and places (q, k). Places count through the galleries in rank order.
+        Where only excluded items are left, the similarity is -inf and the place -1.
     """
     all_gather = all_gather or _alone
     sizes = row_counts(gallery, all_gather)
@@ -76,30 +74,24 @@ def search(
 
 
 def gather_rows(tensor: Tensor, all_gather: AllGather) -> Tensor:
-    """The rows of all ranks' ``tensor``, one rank after another; ranks may have different
-    numbers of rows.
-    """
+    """The rows of all ranks' ``tensor``, in rank order; ranks may differ in rows."""
     sizes = row_counts(tensor, all_gather)
     padded = pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, max(sizes) - len(tensor)])
     return torch.cat([part[:size] for part, size in zip(all_gather(padded), sizes, strict=True)])
 
 
 def row_counts(tensor: Tensor, all_gather: AllGather) -> list[int]:
-    """How many rows each rank's ``tensor`` has."""
     return [int(size) for size in all_gather(torch.tensor([len(tensor)], device=tensor.device))]
 
 
 def _alone(tensor: Tensor) -> Sequence[Tensor]:
-    """`AllGather` of one process."""
     return [tensor]
 
 
 def _best_of(
     queries: Tensor, part: Tensor, k: int, first: int, exclude: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The best of ``part``, whose first row has the place ``first``; excluded items have the
-    similarity -inf.
-    """
+    """The best of ``part``, whose first row has the place ``first``; excluded items score -inf."""
     found, at = [], []
     left_out = None if exclude is None else (exclude - first).split(CHUNK)
     for number, rows in enumerate(queries.split(CHUNK)):
@@ -135,9 +127,8 @@ class RetrievalMetrics:
             of other items of the query's class (Musgrave, Belongie, Lim, "A metric learning reality
             check", ECCV 2020, section 3.2).
         num_queries: Items that have another one of their class.
-        num_without_match: Items that have none; they stay in the gallery but ask nothing.
-        num_duplicates: Items dropped because another with the same index was there (samplers pad
-            with repeats).
+        num_without_match: Items that have none; they stay in the gallery.
+        num_duplicates: Items dropped as repeats of an index.
     """
 
     hit_rate: dict[int, float]
@@ -161,27 +152,26 @@ def retrieval_metrics(
     rank: int = 0,
     all_gather: AllGather | None = None,
 ) -> RetrievalMetrics:
-    """Each item of all ranks is looked up among all the others, by cosine similarity. The same on
-    every rank.
+    """Look up each item of all ranks among all others, by cosine similarity. Every rank gets the
+    same.
 
-    An item never finds itself. Each rank looks up its own items, while the others' embeddings pass
-    by in blocks: every rank holds all labels and indices, but no rank all embeddings (`search`).
+    An item never finds itself. Every rank holds all labels and indices, but no rank all embeddings.
 
     Args:
         embeddings: (n, d) of this rank; n may differ between ranks. Any floating dtype; compared in
             float32 (float64 if they are).
         labels: (n,) integer classes.
-        indices: (n,) position of each item in the data set, by which repeats are told from items.
-        gallery: Items among which to look instead, of this rank. An item that is a query too has
-            one index in both; no other query may have its index.
+        indices: (n,) position of each item in the data set, to recognise repeats.
+        gallery: This rank's items to search instead. An item that is also a query has the same
+            index in both; no other query may have it.
         ks: The K of R@K.
         rank: Of this process.
-        all_gather: With more than one rank: brings tensors together.
+        all_gather: Required with several ranks.
 
     Raises:
         ValueError: Shapes do not fit, values are not finite, or an item has another class in
             ``gallery``.
-        NothingToFindError: There is no item with a match (a `ValueError` too).
+        NothingToFindError: No item has a match.
     """
     items = (embeddings, labels, indices)
     _check(items, gallery, ks)
@@ -225,8 +215,7 @@ def retrieval_metrics(
 
 
 class _Spread:
-    """Items over the ranks, each once: embeddings of this rank's, labels and indices of all, one
-    rank after another.
+    """Items without repeats: this rank's embeddings, all ranks' labels and indices in rank order.
 
     Attributes:
         unit: (n, d) of unit length.
@@ -261,7 +250,6 @@ class _Spread:
         return places[mine]
 
     def num_of(self, labels: Tensor) -> Tensor:
-        """How many of these items are of each class of ``labels``."""
         mine, asked = _numbered(self.labels, labels)
         return torch.bincount(mine, minlength=len(mine) + len(asked))[asked]
 
@@ -273,9 +261,7 @@ def _numbered(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_classes(queries: _Spread, among: _Spread, place: Tensor) -> None:
-    """Raises `ValueError` on every rank: a query is in the gallery under another class, so that
-    R would be wrong.
-    """
+    """Raises `ValueError` on every rank if a query is in the gallery under another class."""
     both = place >= 0
     differ = among.labels[place[both]] != queries.labels[both]
     if bool(differ.any()):
@@ -291,7 +277,7 @@ def _sums(right: Tensor, num_others: Tensor, ks: Sequence[int]) -> Tensor:
     """Summed over queries: a hit for each of ``ks``, and the average precision at R.
 
     Args:
-        right: (queries, found) whether what was found is of the query's class, best first.
+        right: (queries, found) whether a result is of the query's class, best first.
         num_others: (queries,) R.
     """
     hits = [right[:, :k].any(1).sum() for k in ks]
@@ -302,7 +288,7 @@ def _sums(right: Tensor, num_others: Tensor, ks: Sequence[int]) -> Tensor:
 
 
 def _first_of_each(indices: Tensor) -> Tensor:
-    """(n,) whether an index stands for the first time."""
+    """(n,) whether an index occurs for the first time."""
     order = indices.argsort(stable=True)
     ascending = indices[order]
     fresh = torch.ones_like(indices, dtype=torch.bool)

@@ -1,12 +1,8 @@
-"""Learning rates for large batches: how far to scale them, how to warm them up, how to bring them
-down.
+"""Learning rates for large batches: scaling, warm-up and decay.
 
-Schedules are pure functions from the number of optimizer steps taken to the factor on the learning
-rate.
-Lengths are in optimizer steps (with gradient accumulation: not micro-batches). With
-``steps_per_epoch`` they are in epochs, and may be fractions: ``warmup_poly(total=90, warmup=5,
-steps_per_epoch=312)``. Step 0 is the first. A schedule has no state: the same step gives the same
-factor whenever it is asked for.
+A schedule is a pure function from optimizer step (0 is the first) to learning-rate factor. Lengths
+are in optimizer steps, or with ``steps_per_epoch`` in epochs, fractions allowed:
+``warmup_poly(total=90, warmup=5, steps_per_epoch=312)``.
 """
 
 from __future__ import annotations
@@ -41,9 +37,9 @@ def gradual_warmup(
 
     Args:
         warmup: Length; 0 for none.
-        start_factor: Factor at step 0, in [0, 1]. With 0 the first step has learning rate 0, and
-            changes no weights. To begin at the unscaled learning rate, as in Goyal et al. 2017
-            (arXiv:1706.02677, section 2.2): base batch size / global batch size.
+        start_factor: Factor at step 0, in [0, 1]. With 0 the first step changes no weights. To
+            begin at the unscaled learning rate, as in Goyal et al. 2017 (arXiv:1706.02677, section
+            2.2): base batch size / global batch size.
         steps_per_epoch: Optimizer steps in one unit of ``warmup``.
 
     Raises:
@@ -54,7 +50,6 @@ def gradual_warmup(
         >>> [factor(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    # 1, without a step
     return _warmed_up(warmup, start_factor, steps_per_epoch, partial(_staircase, (), 1.0))
 
 
@@ -98,8 +93,8 @@ def warmup_cosine(
     end_factor: float = 0.0,
     steps_per_epoch: float = 1,
 ) -> Schedule:
-    """Gradual warm-up, then half a cosine from 1 down to ``end_factor`` at step ``total``, and that
-    from there on.
+    """Gradual warm-up, then half a cosine from 1 to ``end_factor`` at step ``total``, then
+    constant.
 
     Source: Loshchilov and Hutter, "SGDR" (2016, arXiv:1608.03983), equation 5, without restarts.
 
@@ -118,8 +113,7 @@ def warmup_poly(
     end_factor: float = 0.0,
     steps_per_epoch: float = 1,
 ) -> Schedule:
-    """Gradual warm-up, then ``(1 - progress) ** power`` from 1 to ``end_factor`` at step ``total``;
-    from there that.
+    """Gradual warm-up, then ``(1 - progress) ** power`` from 1 to ``end_factor`` at ``total``.
 
     Power 2 is MLPerf's schedule for LARS on ResNet-50.
 
@@ -140,7 +134,7 @@ def warmup_poly(
 def _warmed_up(
     warmup: float, start_factor: float, steps_per_epoch: float, decay: Schedule
 ) -> Schedule:
-    """Warm-up, then ``decay``, a function of the step too. Made of parts that pickle."""
+    """Warm-up, then ``decay``. Made of parts that pickle."""
     _require("warmup", warmup, warmup >= 0, ">= 0")
     _require("start_factor", start_factor, 0 <= start_factor <= 1, "in [0, 1]")
     _require("steps_per_epoch", steps_per_epoch, steps_per_epoch > 0, "> 0")
@@ -205,15 +199,12 @@ def _require(name: str, value: float, holds: bool, expected: str) -> None:
 class WarmupLR(LRScheduler):
     """Each group's learning rate is its initial one times ``schedule(step)``.
 
-    Call `step` once after each optimizer step; Lightning does with ``interval="step"``, accumulated
-    micro-batches counting as the one step that they are. The learning rate follows from the step
-    count alone, so that a resumed run goes on exactly; the schedule itself is not saved, and the
-    one given here counts.
+    Call `step` once after each optimizer step; Lightning does with ``interval="step"``. The
+    schedule is not saved: a resumed run uses the one given here.
 
     Args:
         optimizer: Any optimizer.
-        schedule: Function from step (0 is the first) to factor: one of
-            ``lightning_ring.schedules``, or yours.
+        schedule: Function from step to factor: one of ``lightning_ring.schedules``, or yours.
         last_epoch: The last step taken, -1 to begin.
 
     Raises:
@@ -243,7 +234,7 @@ class WarmupLR(LRScheduler):
         return [base_lr * factor for base_lr in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint, without optimizer and schedule."""
+        """Plain numbers for a checkpoint, without the schedule."""
         state = super().state_dict()
         del state["_schedule"]
         return state
@@ -257,8 +248,7 @@ def linear_scaled_lr(base_lr: float, global_batch_size: int, base_batch_size: in
 
     Args:
         base_lr: Learning rate that is right for ``base_batch_size``.
-        global_batch_size: Samples in one optimizer step: per rank x ranks x accumulated
-            micro-batches.
+        global_batch_size: Samples in one optimizer step, over ranks and accumulated micro-batches.
         base_batch_size: The batch size that ``base_lr`` was tuned for.
 
     Raises:

@@ -105,7 +105,9 @@ class Communicator(Protocol):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, then release threads and groups. Not collective."""
+        """Wait for what is under way, then release threads and groups. Not collective; calling
+        it twice is fine.
+        """
 
     # --- written over those
 
@@ -231,7 +233,7 @@ class Communicator(Protocol):
         poll_until(reached, lambda: None)
 
     def open_requests(self, answer: Callable[[int, Tensor], Tensor]) -> Requests:
-        """Let ranks ask each other at any time, in any order, after `Requests.start`.
+        """Let ranks ask each other at any time, in any order, after `Requests.start`. Collective.
 
         ``answer(peer, question)`` runs in threads of this rank. Questions travel on the host.
         """

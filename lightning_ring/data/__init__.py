@@ -1,6 +1,4 @@
-"""Images for training: packed into shards, read back, sampled, decoded, and brought to the
-device.
-"""
+"""Images for training: packed into shards, read, sampled, decoded, and moved to the device."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image
 
-# Of one image, as Pillow has it: 512 MiB of RGB. A file of a few hundred bytes may say any size.
+# Pillow's limit, 512 MiB of RGB: a tiny file may claim any size.
 MAX_PIXELS = 178_956_970
 
 Data = bytes | npt.NDArray[np.uint8]
@@ -18,12 +18,10 @@ Data = bytes | npt.NDArray[np.uint8]
 
 
 def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
-    """Pixels of an encoded image, height x width x 3, uint8. JPEGs release the GIL while they are
-    decoded.
+    """Pixels of an encoded image, height x width x 3, uint8. Decoding a JPEG releases the GIL.
 
     Raises:
-        ValueError, OSError: Neither simplejpeg nor Pillow can decode it, or it has more than
-            `MAX_PIXELS`, by its header.
+        ValueError, OSError: It cannot be decoded, or its header claims more than `MAX_PIXELS`.
     """
     if bytes(data[:2]) == b"\xff\xd8":
         try:
@@ -43,7 +41,7 @@ def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
         return rgb_pixels(image)
     except (ValueError, OSError, MemoryError):
         raise
-    # SyntaxError, DecompressionBombError, ...: Pillow's plugins raise of every kind
+    # Pillow's plugins raise errors of every kind
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -54,7 +52,7 @@ def eight_bits(image: Any) -> Any:
     Raises:
         ValueError: The range of its pixels is not known.
     """
-    # Pillow holds 16 bits of a PNG in mode I, too, and scales those of a PGM to them
+    # Pillow holds 16-bit PNG and PGM in mode I too
     is_png = image.mode == "I" and image.format in ("PNG", "PPM")
     if is_png or image.mode.startswith("I;16"):
         # Pillow's own conversion clips at 255
@@ -69,5 +67,5 @@ def eight_bits(image: Any) -> Any:
 
 
 def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
-    """Pixels of an image of Pillow, height x width x 3; raises as `eight_bits`."""
+    """Pixels of a Pillow image, height x width x 3; raises as `eight_bits`."""
     return np.array(eight_bits(image).convert("RGB"))

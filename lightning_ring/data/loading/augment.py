@@ -1,6 +1,4 @@
-"""Transforms of torchvision, kornia, Albumentations and yours, with random numbers that depend
-on a seed alone.
-"""
+"""Sample and batch transforms whose random numbers depend on a seed alone."""
 
 from __future__ import annotations
 
@@ -36,11 +34,9 @@ _DRAWING |= {getattr(Tensor, name) for name in _METHODS.split()}
 
 
 class OwnGenerator(TorchFunctionMode):
-    """Inside it, torch's functions draw from `generator` wherever they are given none, in this
-    thread only.
+    """Inside it, torch's functions draw from `generator` if given none, in this thread only.
 
-    Torch's own generator is of the whole process: threads that seeded it would change each other's
-    numbers, and those of the training. ``torch.random.fork_rng`` changes it too.
+    Torch's own generator is shared by all threads, and ``torch.random.fork_rng`` changes it too.
     """
 
     def __init__(self) -> None:
@@ -69,7 +65,7 @@ def _states() -> dict[str, Any]:
 
 
 class _OfThread(threading.local):
-    """This thread's copy of a transform, and what torch draws from in it."""
+    """This thread's copy of a transform, and its generator."""
 
     def __init__(self, transform: Transform) -> None:
         self.transform: Any = copy.deepcopy(transform)
@@ -79,12 +75,11 @@ class _OfThread(threading.local):
 class SampleTransforms:
     """Changes images in place; what ``transform`` draws depends on each image's seed.
 
-    Each thread has a copy of it, for transforms that keep what they have drawn. Torch draws from a
-    generator of the thread, transforms of Albumentations from one of their own.
+    Each thread has a copy, because transforms may keep what they have drawn.
 
     Raises:
-        ConfigurationError: Tried on noise of height and width ``size``, it draws from a generator
-            that all threads share; or it cannot be copied, or seeded for each image.
+        ConfigurationError: On trial images of ``size`` it draws from a generator that all threads
+            share, or it cannot be copied, or seeded for each image.
     """
 
     def __init__(self, transform: Transform, size: tuple[int, int]) -> None:
@@ -109,7 +104,7 @@ class SampleTransforms:
         try:
             for seed in range(_TRIALS):
                 noise = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
-                # if it fails on an image too, its error names that
+                # noise may not suit it
                 with suppress(SampleError):
                     self.run(torch.from_numpy(noise).permute(2, 0, 1), seed)
             used = [name for name, state in _states().items() if state != before[name]]
@@ -127,7 +122,7 @@ class SampleTransforms:
         """``image``: 3 x height x width, uint8; ``seed``: below 2^32.
 
         Raises:
-            SampleError: The transform raised an error, or made something else than such an image.
+            SampleError: The transform raised, or did not return such an image.
         """
         try:
             made = self._made(image, seed)
@@ -140,7 +135,7 @@ class SampleTransforms:
                 "`transform`, which runs after it, makes floats and normalises.",
             )
         if made is not image:
-            image.copy_(made.clone())  # it may be the image itself, turned or mirrored
+            image.copy_(made.clone())  # it may be a view of the image
 
     def _made(self, image: Tensor, seed: int) -> Any:
         transform, draws = self._of_thread.transform, self._of_thread.draws
@@ -148,7 +143,7 @@ class SampleTransforms:
             draws.generator.manual_seed(seed)
             with draws:
                 return transform(image)
-        # not set_random_seed, with which each part of a Compose draws the same numbers
+        # with set_random_seed, each part of a Compose would draw the same numbers
         transform.set_random_state(np.random.default_rng(seed), random.Random(seed))
         made = transform(image=image.permute(1, 2, 0).numpy())["image"]
         if isinstance(made, np.ndarray):
@@ -169,16 +164,16 @@ def _described(made: object) -> str:
 def transform_batch(
     transform: Transform, images: Tensor, labels: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """``transform(images, labels)``, which draws from the process's generators as ``seed`` says.
+    """``transform(images, labels)``, with the process's generators seeded by ``seed``.
 
-    They are as before when it returns: Python's, NumPy's, torch's, and every GPU's.
+    Python's, NumPy's, torch's and every GPU's generators are restored afterwards.
 
     Args:
         images: batch x 3 x height x width, on the device.
         labels: batch, integers.
 
     Raises:
-        ConfigurationError: It made no images and labels of as many samples.
+        ConfigurationError: It did not return images and labels of as many samples.
     """
     restore = remember_random_state()
     try:

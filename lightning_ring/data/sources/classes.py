@@ -15,12 +15,12 @@ from lightning_ring.errors import ConfigurationError
 def numbered(
     labels: Sequence[Any] | npt.NDArray[Any], classes: Sequence[str] | None, what: str
 ) -> tuple[npt.NDArray[np.int32], list[str] | None]:
-    """Class numbers of all images, and the names of the classes in the order of their numbers.
+    """Class numbers of all images, and the class names by number.
 
     Args:
         labels: Numbers, or names of classes.
-        classes: Names in the order of their numbers. Left out, names are numbered in sorted order,
-            and numbers have no names.
+        classes: Names by number. None: names are numbered in sorted order, and numbers have no
+            names.
         what: The labels, for an error message.
 
     Raises:
@@ -59,16 +59,14 @@ def numbered(
 def numbered_column(
     column: Any, classes: Sequence[str] | None, what: str
 ) -> tuple[npt.NDArray[np.int32], list[str] | None]:
-    """`numbered` for a chunked array of Arrow; each name is looked at once, however many images
-    there are.
-    """
+    """`numbered` for a chunked Arrow array; looks at each name once."""
     if column.null_count:
         raise ConfigurationError(
             f"{what} has no label for {column.null_count} of {len(column)} images, expected one "
             "for each. Leave the others out."
         )
     values = column.combine_chunks()
-    if hasattr(values, "dictionary"):  # which may hold names that no image has
+    if hasattr(values, "dictionary"):  # it may hold unused names
         values = values.dictionary_decode()
     if str(values.type).startswith(("int", "uint")):
         return numbered(values.to_numpy(), classes, what)
@@ -78,7 +76,7 @@ def numbered_column(
 
 
 def digest(*parts: object) -> str:
-    """Of arrays and texts: the same in every process."""
+    """A hash of arrays and texts that is the same in every process."""
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())

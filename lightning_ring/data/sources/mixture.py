@@ -14,11 +14,9 @@ from lightning_ring.errors import ConfigurationError
 
 
 class Mixture:
-    """The images of ``sources`` one after the other, for `MixtureSampler`, which draws from each
-    set by its weight.
+    """The images of ``sources`` one after the other, for `MixtureSampler`.
 
-    Classes are joined by name: the numbers of the first set stay, and classes that only a later set
-    has follow.
+    Classes are joined by name; the first set keeps its numbers, and new classes follow.
 
     Args:
         sources: `ShardDataset`, `ImageFolder`, or other `ImageSource` objects: all with
@@ -27,7 +25,7 @@ class Mixture:
     Attributes:
         sizes: Images in each set.
         labels: Class number of every image, int32.
-        classes: Names of the classes, in the order of their numbers; empty if the sets name none.
+        classes: Class names by number; empty if the sets name none.
         fingerprint: Equal for two mixtures of equal sets in the same order.
     """
 
@@ -60,13 +58,12 @@ class Mixture:
         return self._ends[-1]
 
     def place(self, i: SupportsIndex) -> tuple[int, int]:
-        """The set that image ``i`` is from, and its index in that set."""
+        """The set of image ``i``, and its index there."""
         i = range(len(self))[i]
         source = bisect_right(self._ends, i)
         return source, i - self._ends[source] + self.sizes[source]
 
     def read_many(self, indices: Sequence[int]) -> list[Any]:
-        """Images, encoded or as pixels, in the order of ``indices``."""
         places = [self.place(i) for i in indices]
         data = {}
         for source in {source for source, _ in places}:
