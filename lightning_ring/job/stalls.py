@@ -58,9 +58,7 @@ class RankStatus:
 
 
 def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
-    """The status of this rank, from any thread. It takes no lock that the main
-    thread could hold.
-    """
+    """The status of this rank, from any thread, without locks that the main thread could hold."""
     engines = [engine for reference in policy.engines if (engine := reference()) is not None]
     under_way = [pair for engine in engines if (pair := engine.under_way()) is not None]
     going_on = {text for text, _ in under_way}  # after a thread that started it has done with it
