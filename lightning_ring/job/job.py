@@ -1,7 +1,8 @@
 """The job of this process: the ranks that work together, and the connections between them.
 
 There is one job a process. It outlives a fit, so that a rank that dies between two fits ends the
-others too.
+others too. Rank 0 serves the store, the watch and the stall report: its death ends the job, or the
+generation of an elastic one.
 
 After a fit these stay, and do not grow with the number of fits:
 

@@ -30,8 +30,8 @@ class ElasticLimits:
 
     ``ranks`` start; with discovery all slots, and at least ``ranks``. The job goes on with
     ``min_ranks`` or more; with fewer it waits ``wait_for_ranks`` seconds, then ends. It never has
-    more than ``max_ranks``. With ``respawn`` a new process replaces a dead one. A process silent
-    for ``silence`` counts as dead. A remote agent has ``start_seconds`` to come up.
+    more than ``max_ranks``. With ``respawn`` a new process replaces a dead one. ``silence`` says
+    when a silent process counts as dead. A remote agent has ``start_seconds`` to come up.
     """
 
     ranks: int

@@ -3,7 +3,7 @@
 Why the job watch exists: with a bare mpirun (Open MPI 5.0.11) the job hangs when a rank raises
 while another one waits, or when a link is cut. SIGTERM kills ranks 0.2 s later, too soon for a
 Python handler. SIGUSR2 also reaches data-loader workers, which die of it. When mpirun is killed,
-ranks go on as orphans.
+ranks go on as orphans. With ``oob_tcp_keepalive_time`` a cut link ends mpirun, with exit code 0.
 """
 
 from __future__ import annotations

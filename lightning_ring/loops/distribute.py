@@ -75,8 +75,8 @@ def distribute(
         ranks: Without a launcher, run this script once on each of so many ranks of this host, and
             end this process with their exit code. With a launcher, the number that it must have
             started.
-        device: Move the module there; ``"cuda"`` or ``"xpu"`` is this rank's GPU. `None`: it stays
-            where it is.
+        device: Move the module there; ``"cuda"`` or ``"xpu"`` is this rank's GPU, which becomes
+            torch's current device. `None`: it stays where it is.
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
             the other ranks.
         backend, topology, bucket_cap_mb, compression, timeout: As of `RingStrategy`.
