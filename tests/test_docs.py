@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from lightning_ring.cli.main import COMMANDS
 from tests.processes import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -66,6 +67,11 @@ def test_pages_that_the_code_names_exist():
     }
     assert named
     assert {page for page in named if not (ROOT / page).is_file()} == set()
+
+
+def test_commands_that_pages_name_exist():
+    named = {name for page in PAGES for name in re.findall(r"`lightning-ring (\w+)", prose(page))}
+    assert set() < named <= set(COMMANDS)
 
 
 def test_pages_keep_to_their_size():

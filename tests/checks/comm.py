@@ -60,8 +60,7 @@ def opened(backend, timeout=60.0):
 
         comm = MPICommunicator(policy=policy)
     elif backend == "shared memory":
-        shared = open_shared_memory(MPIBootstrap(), policy)
-        comm = shared
+        comm = open_shared_memory(MPIBootstrap(), policy)
     elif backend == "hierarchical":
         open_gloo()
         comm = open_hierarchical([[0, 2], [1, 3]], WORLD.rank, "mpi", "gloo", policy, None)
@@ -94,25 +93,6 @@ def check_every_dtype_and_op_equals_a_plain_reduction():
                 assert_close(output, plain(inputs, op), **tolerance(dtype))
                 outputs.append(output.view(torch.uint8))
         assert_same_everywhere(torch.cat(outputs))
-
-
-def check_tensors_of_inference_mode():
-    """Lightning evaluates in that mode; changing its tensors in a thread that is not in it is an
-    error.
-    """
-    for comm in each():
-        with torch.inference_mode():
-            tensors = [torch.full((numel,), float(comm.rank + 1)) for numel in (7, 200_000)]
-            works = [comm.all_reduce_(tensor) for tensor in tensors]
-            comm.reduce_scatter_(torch.ones(70_001)).wait()
-            comm.all_gather_(torch.ones(70_001)).wait()
-            comm.broadcast_(torch.ones(70_001)).wait()
-            objects = comm.all_gather_object(comm.rank)
-        for work in works:
-            work.wait()
-        total = comm.world_size * (comm.world_size + 1) / 2
-        assert all((tensor == total).all() for tensor in tensors)
-        assert objects == list(range(comm.world_size))
 
 
 def check_average_of_two_ranks_has_the_bits_of_distributed_data_parallel():

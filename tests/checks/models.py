@@ -92,7 +92,7 @@ def ddp(**kwargs):
 
 
 def trainer(strategy="ring", **kwargs):
-    if isinstance(strategy, DDPStrategy) and type(strategy) is DDPStrategy:
+    if type(strategy) is DDPStrategy:
         kwargs.setdefault("devices", SIZE)
     defaults = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **QUIET}
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
@@ -100,9 +100,7 @@ def trainer(strategy="ring", **kwargs):
 
 def fit(strategy, module, train=None, val=None, **kwargs):
     run = trainer(strategy, **kwargs)
-    run.fit(
-        module, loader() if train is None else train, val, ckpt_path=kwargs.pop("ckpt_path", None)
-    )
+    run.fit(module, loader() if train is None else train, val)
     return run
 
 

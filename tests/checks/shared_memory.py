@@ -38,8 +38,7 @@ SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)
 
 
 def opened(**kwargs):
-    comm = open_shared_memory(MPIBootstrap(), WaitPolicy(timedelta(seconds=60)), **kwargs)
-    return comm
+    return open_shared_memory(MPIBootstrap(), WaitPolicy(timedelta(seconds=60)), **kwargs)
 
 
 def in_shared_memory(comm, like):

@@ -17,7 +17,7 @@ from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.errors import CollectiveError, ConfigurationError
+from lightning_ring.errors import CollectiveError
 from lightning_ring.job import members
 from lightning_ring.job.communicators import is_hierarchical
 from lightning_ring.job.members import own_member
@@ -131,10 +131,6 @@ def test_broadcast(nodes):
                 tensor = torch.full((numel,), float(comm.rank))
                 comm.broadcast_(tensor, src=src).wait()
                 assert torch.equal(tensor, torch.full((numel,), float(src)))
-        with pytest.raises(ConfigurationError):
-            comm.all_reduce_(torch.zeros(100_000, dtype=torch.bool))
-        with refused("ranks go from 0"):
-            comm.broadcast_(torch.zeros(100_000), src=world_size)
 
     run_nested(nodes, rank)
 

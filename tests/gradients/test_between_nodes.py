@@ -227,9 +227,7 @@ def test_momentum_twice_is_refused(optimizer):
         without.attach(net, [SGD(net.parameters(), 0.1)], comm)
         with refused("momentum twice"):
             without.set_optimizers([optimizer(net.parameters())])
-        with refused(
-            r"'dgc' has momentum=0.9, and an optimizer has (momentum|betas)",
-        ):
+        with refused(r"'dgc' has momentum=0.9, and an optimizer has (momentum|betas)"):
             Averaging(compression="dgc").attach(net, [optimizer(net.parameters())], comm)
 
     run_ranks(1, rank)

@@ -122,9 +122,3 @@ def test_waits_are_found(monkeypatch, wait):
         values = torch.ones(4, device="cuda")
         with NoHostWaits(), pytest.raises(HostWaits):
             wait(values)
-
-
-def test_pinned_memory_is_sent_without_a_wait(monkeypatch):
-    with fake_gpu(monkeypatch), NoHostWaits():
-        torch.ones(3).pin_memory().to("cuda", non_blocking=True)
-        torch.ones(3, device="cuda").to("cpu", non_blocking=True)

@@ -60,9 +60,7 @@ def test_only_the_agent_that_was_started_last_is_let_in():
         agent.close()
 
 
-def test_an_agent_tries_the_next_address_where_another_program_answers(
-    monkeypatch,
-):
+def test_an_agent_tries_the_next_address_where_another_program_answers(monkeypatch):
     monkeypatch.setattr(agent_module, "OrphanGuard", lambda line: None)
     monkeypatch.setitem(knock.__kwdefaults__, "answer_seconds", 1.0)
     own = socket.create_server(("127.0.0.1", 0))

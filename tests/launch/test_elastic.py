@@ -19,9 +19,7 @@ from tests.launch.counting import KILL, counting, start
 from tests.processes import RINGRUN, run, started, wait_for
 
 
-def test_a_process_is_not_dead_because_no_file_can_be_opened(
-    monkeypatch,
-):
+def test_a_process_is_not_dead_because_no_file_can_be_opened(monkeypatch):
     def full(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -121,9 +121,7 @@ def agent_of(steward, monkeypatch):
         connection.close()
 
 
-def test_an_agent_that_hears_nothing_for_a_second_kills_its_ranks(
-    monkeypatch,
-):
+def test_an_agent_that_hears_nothing_for_a_second_kills_its_ranks(monkeypatch):
     with (
         socket.create_server(("127.0.0.1", 0)) as steward,
         agent_of(steward, monkeypatch) as (agent, clock),

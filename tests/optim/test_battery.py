@@ -28,12 +28,12 @@ def make(optimizer_class, params, way, **kwargs):
 
 def reference(optimizer_class, params, num_steps, **kwargs):
     """The same steps in float64 by the plain way, on copies of ``params``."""
-    copies = [p.detach().double().clone().requires_grad_() for p in params]
+    copies = [p.detach().double().cpu().clone().requires_grad_() for p in params]
     optimizer = make(optimizer_class, copies, {"foreach": False}, **kwargs)
     for step in range(num_steps):
         set_random_grads(params, step)
         for param, copied in zip(params, copies, strict=True):
-            copied.grad = param.grad.double()
+            copied.grad = param.grad.double().cpu()
         optimizer.step()
     return copies
 

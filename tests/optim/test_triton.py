@@ -12,12 +12,14 @@ from lightning_ring.optim.engine.fused import NUM_WARPS, constants_of, kernels
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from tests.gpu import on_gpu
 from tests.machine_code import compiled, resources
+from tests.optim.test_battery import reference
 from tests.optim.ways import (
     INTERPRETED,
     assert_near,
     every_optimizer,
     random_params,
     set_random_grads,
+    take_steps,
 )
 from tests.processes import ROOT, run
 
@@ -55,16 +57,10 @@ def kind_of(weight, grad, mirror=None):
 
 def steps_as_in_float64(optimizer_class, params, num_steps=2, **way):
     """Steps of ``params``, against the plain way in float64."""
-    copies = [p.detach().double().cpu().requires_grad_() for p in params]
-    optimizer = optimizer_class(params, lr=0.1, weight_decay=0.01, **way)
-    oracle = optimizer_class(copies, lr=0.1, weight_decay=0.01, foreach=False)
-    for step in range(num_steps):
-        set_random_grads(params, step)
-        for param, copied in zip(params, copies, strict=True):
-            copied.grad = param.grad.double().cpu()
-        optimizer.step()
-        oracle.step()
-    assert_near(params, copies, TOLERANCE[params[0].dtype])
+    settings = {"lr": 0.1, "weight_decay": 0.01}
+    expected = reference(optimizer_class, params, num_steps, **settings)
+    take_steps(optimizer_class(params, **settings, **way), params, 0, num_steps)
+    assert_near(params, expected, TOLERANCE[params[0].dtype])
 
 
 @interpreted

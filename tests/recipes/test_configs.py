@@ -204,13 +204,6 @@ def test_every_optimizer_learns(optimizer, schedule, composed):
     assert rates[-1] < 0.01 * max(rates)
 
 
-def test_default_is_the_digits_experiment(composed):
-    config = composed()
-    assert config.name == "digits"
-    assert HydraConfig.get().runtime.choices.strategy == "ring"
-    assert (config.trainer.accelerator, config.trainer.devices) == ("cpu", 2)
-
-
 @pytest.mark.parametrize("strategy", options("strategy"))
 def test_every_strategy_is_taken_by_a_trainer(strategy, composed):
     config = composed(f"strategy={strategy}")

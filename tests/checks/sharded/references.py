@@ -1,15 +1,13 @@
 """Modules under ``ring_sharded``, and under ``ring`` to compare."""
 
-import lightning as L
-
 from tests.checks.models import (
     SIZE,
     Classifier,
     assert_all_ranks_equal,
-    fit,
     parameters,
     relative_difference,
 )
+from tests.checks.strategy import references
 from tests.strategies import ring
 
 CAP = 0.0005  # MiB: about one layer a bucket
@@ -21,17 +19,8 @@ def sharded(**kwargs):
 
 def both(make, train=None, **kwargs):
     """``make()`` trained with sharded and with whole optimizers, from the same seed."""
-    modules = []
-    for is_sharded in (True, False):
-        L.seed_everything(7, verbose=False)
-        module = make()
-        arguments = {
-            key: value() if key in ("plugins", "callbacks") else value
-            for key, value in kwargs.items()
-        }
-        fit(ring(is_sharded, bucket_cap_mb=CAP), module, train, **arguments)
-        modules.append(module)
-    return modules[0], modules[1]
+    strategies = sharded(), ring(False, bucket_cap_mb=CAP)
+    return references.both(make, train, strategies=strategies, **kwargs)
 
 
 def assert_same(mine, reference, tolerance=0.0):

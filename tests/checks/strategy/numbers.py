@@ -5,7 +5,6 @@ whole batch.
 import copy
 import functools
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -17,7 +16,6 @@ from tests.checks.models import (
     SIZE,
     Classifier,
     assert_all_ranks_equal,
-    ddp,
     fit,
     loader,
     parameters,
@@ -97,13 +95,7 @@ def check_weight_averaging():
         return StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
 
     for make in (ema, swa):
-        L.seed_everything(7, verbose=False)
-        module = Classifier()
-        fit("ring", module, callbacks=[make()], max_epochs=3)
-        L.seed_everything(7, verbose=False)
-        reference = Classifier()
-        fit(ddp(), reference, callbacks=[make()], max_epochs=3)
-        assert_like_ddp(module, reference)
+        assert_like_ddp(*both(Classifier, callbacks=make, max_epochs=3))
 
 
 def check_compiled_modules():

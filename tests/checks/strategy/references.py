@@ -15,16 +15,16 @@ from tests.checks.models import (
 )
 
 
-def both(make, train=None, val=None, **kwargs):
-    """``make()`` trained under the ring and under Lightning's DDP, from the same seed."""
+def both(make, train=None, val=None, *, strategies=(), **kwargs):
+    """``make()`` trained under the ring and under Lightning's DDP, or two others, from one seed."""
     modules = []
-    for strategy in (RingStrategy(bucket_cap_mb=0.0005), kwargs.pop("ddp", None) or ddp()):
+    for strategy in strategies or (RingStrategy(bucket_cap_mb=0.0005), ddp()):
         L.seed_everything(7, verbose=False)
         module = make()
-        arguments = {key: value() if key == "plugins" else value for key, value in kwargs.items()}
-        fit(strategy, module, train, val, **arguments)
+        made = {key: kwargs[key]() for key in ("plugins", "callbacks") if key in kwargs}
+        fit(strategy, module, train, val, **kwargs | made)
         modules.append(module)
-    return modules[0], modules[1]
+    return modules
 
 
 def assert_like_ddp(ring, reference, tolerance=1e-5):

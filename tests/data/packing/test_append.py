@@ -127,9 +127,7 @@ def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
     draw(source, {f"ant/more {i}.jpg": i for i in range(8)})
     pack_until(8, source, target, append=True)
     other = draw(source.parent / "other", {"cat/7.jpg": 7})
-    with refused(
-        r"half packed with another command: source .*remove .*dst/\.packing",
-    ):
+    with refused(r"half packed with another command: source .*remove .*dst/\.packing"):
         append(other, target)
     for path in (target / ".packing").iterdir():
         path.unlink()
