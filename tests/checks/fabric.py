@@ -107,9 +107,6 @@ def check_collectives():
     with fabric.rank_zero_first():
         pass
     fabric.barrier()
-    weight = torch.full((2,), RANK + 1.0, requires_grad=True)
-    fabric.all_gather(weight, sync_grads=True).sum().backward()
-    assert weight.grad.tolist() == [SIZE, SIZE]
 
 
 def check_checkpoints_go_on_as_if_nothing_had_happened(tmp_path):

@@ -83,12 +83,8 @@ def test_a_gallery_apart_is_spread_over_the_ranks_too(num_ranks, block, monkeypa
     similarity[:, :30] = -2
     similarity[range(50), range(50)] = -2
     right = labels[similarity.argsort(dim=1, descending=True)] == labels[:50, None]
-    others = torch.tensor(
-        [
-            [label == labels[i] and i != q for i in range(30, 120)]
-            for q, label in enumerate(labels[:50])
-        ]
-    )
+    same_class = labels[30:] == labels[:50, None]
+    others = same_class & (indices[30:] != indices[:50, None])
     asking = others.any(1)
     assert alone.num_queries == int(asking.sum())
     assert alone.hit_rate[1] == pytest.approx(right[asking, 0].double().mean().item())
@@ -123,11 +119,7 @@ def test_search_finds_what_a_whole_matrix_holds_and_gathers_blocks_alone(num_ran
     monkeypatch.setattr(retrieval, "BLOCK", 20)
     unit = normalize(items(100)[0])
     whole = (unit @ unit.T).fill_diagonal_(-torch.inf)
-    shares = (
-        [torch.arange(100)[:10], torch.arange(100)[10:75], torch.arange(100)[75:]]
-        if num_ranks == 3
-        else [torch.arange(100)]
-    )
+    shares = torch.arange(100).split([10, 65, 25] if num_ranks == 3 else 100)
 
     def one(comm):
         mine, gathered = shares[comm.rank], []
