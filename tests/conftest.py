@@ -17,8 +17,6 @@ from tests.processes import SEGMENTS
 # is left to the end.
 LONG = (
     "integrations/lightning/elastic/test_fit.py",
-    "engines/test_ray.py",
-    "engines/test_spark.py",
     "slurm/test_slurm.py",
     "optim/test_triton.py",
     "test_benchmarks.py",

@@ -98,7 +98,7 @@ def test_short_commands_can_be_followed(left, tmp_path):
         (tmp_path / folder).symlink_to(ROOT / folder)
     script = "\n".join(["set -ex", *FOLLOWED[left], "times"])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = run(["env", "-C", str(tmp_path), f"PATH={path}", "bash", "-c", script], **forked.ranks())
+    done = run(["env", "-C", str(tmp_path), f"PATH={path}", "bash", "-c", script], **forked.every())
     assert done.returncode == 0, done.stdout
     print(done.stdout)
     assert (tmp_path / left).stat().st_size > 0

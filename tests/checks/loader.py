@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import lance
 import lightning as L
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,12 +17,15 @@ from lightning_ring.data import (
     BalancedSampler,
     DeviceTransform,
     ImageFolder,
+    LanceImages,
     PKSampler,
     RandomResizedCrop,
     ShuffledSampler,
     image_loader,
 )
+from lightning_ring.errors import ConfigurationError
 from tests.checks.models import RANK, SIZE, WORLD, ddp, trainer
+from tests.checks.world import raised_by_all
 from tests.images import write_folder
 
 LABELS = np.repeat(np.arange(9), [3, 50, 7, 12, 20, 4, 16, 9, 30])
@@ -96,7 +101,10 @@ def check_samplers_in_an_ordinary_dataloader():
 
 
 def images(folder, **ranks):
-    source = ImageFolder(folder)
+    return loader_of(ImageFolder(folder), **ranks)
+
+
+def loader_of(source, **ranks):
     return image_loader(
         source,
         ShuffledSampler(len(source), seed=5, **ranks),
@@ -178,3 +186,32 @@ def check_it_resumes_on_another_number_of_ranks(tmp_path):
         sampler.set_epoch(epoch)
         expected += list(sampler)
     assert before + order == expected
+
+
+def check_a_lance_data_set_that_has_grown_is_resumed_at_its_version(tmp_path):
+    folder = ImageFolder(folder_of_images(tmp_path))
+    uri, path = tmp_path / "photos.lance", tmp_path / "half.ckpt"
+
+    def append():
+        if RANK == 0:
+            table = pa.table({"image": folder.read_many(range(24)), "label": folder.labels})
+            lance.write_dataset(
+                table, uri, mode="append" if uri.exists() else "create", max_rows_per_file=10
+            )
+        WORLD.Barrier()
+
+    def fit(version, **options):
+        trained = module()
+        photos = LanceImages(lance.dataset(uri, version=version))
+        trainer("ring", max_epochs=2).fit(trained, loader_of(photos), weights_only=False, **options)
+        return trained
+
+    append()
+    from_files = module()
+    trainer("ring", max_epochs=2).fit(from_files, images(folder.root))
+    begun, photos = module(), LanceImages(lance.dataset(uri))
+    ended(trainer("ring", max_epochs=2, callbacks=[EndAt(3, path)]), begun, loader_of(photos))
+    append()
+    with raised_by_all(ConfigurationError, "saved over the images 'version 1, "):
+        fit(None, ckpt_path=path)
+    assert begun.steps + fit(1, ckpt_path=path).steps == from_files.steps

@@ -3,10 +3,10 @@ so.
 """
 
 import subprocess
-import sys
 
 import pytest
 
+from tests import forked
 from tests.images import write_folder
 from tests.processes import clean_env
 
@@ -14,6 +14,8 @@ from tests.processes import clean_env
 HIDE = """
 import os, sys
 import lightning.pytorch, torch.utils.data, tqdm, PIL.Image, multiprocessing, shutil, subprocess, tempfile
+for name in [name for name in sys.modules if name.startswith("lightning_ring")]:
+    del sys.modules[name]
 for name in {modules}:
     sys.modules[name] = None
 for name in {functions}:
@@ -64,6 +66,6 @@ def test_the_package_works_or_says_what_it_needs_without_what_a_system_lacks(tmp
     modules, functions, use = SYSTEMS[system]
     code = HIDE.format(modules=modules, functions=functions) + TRAIN + use
     source = write_folder(tmp_path / "src")
-    command = [sys.executable, "-c", code, str(source), str(tmp_path / "dst")]
+    command = [*forked.python(), "-c", code, str(source), str(tmp_path / "dst")]
     result = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr

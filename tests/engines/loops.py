@@ -62,14 +62,13 @@ def trained(strategy, ckpt_path=None, **options):
     )
     trainer.fit(model, DataLoader(samples(), batch_size=4), ckpt_path=ckpt_path)
     job = current_job()
-    weights = [value.tolist() for value in model.state_dict().values()]
     return {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
         "nodes": trainer.num_nodes if job is None else job.info.num_nodes,
         "source": "" if job is None else job.info.source,
         "steps": trainer.global_step,
-        "weights": weights,
+        "weights": [value.tolist() for value in model.state_dict().values()],
     }
 
 

@@ -15,6 +15,12 @@ pytestmark = [pytest.mark.engines, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
+def of_ddp(tmp_path_factory):
+    """Trained before the daemons' variables are set, with which its ranks would not be forked."""
+    return weights_of_ddp(tmp_path_factory.mktemp("ddp") / "weights")
+
+
+@pytest.fixture(scope="module")
 def two_nodes():
     from ray.cluster_utils import Cluster
 
@@ -26,6 +32,8 @@ def two_nodes():
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
         # Tries after a node has gone may still wait for its place, for 20 s together.
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")
+        # of clouds; each of its processes imports for 2 s
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         node = {"num_cpus": 2, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
@@ -82,14 +90,13 @@ def _loop(config):
     (folder / f"rank{get_context().get_world_rank()}").write_text(json.dumps(said))
 
 
-def test_a_killed_worker_starts_again_and_the_fit_has_the_bits_of_ddp(two_nodes, tmp_path):
-    said = fit(tmp_path / "ring", strategy="ring", plugin=True, kill="worker")
-    assert (tmp_path / "ring" / "killed").exists()
+def test_a_killed_worker_starts_again_and_the_fit_has_the_bits_of_ddp(of_ddp, two_nodes, tmp_path):
+    said = fit(tmp_path, strategy="ring", plugin=True, kill="worker")
+    assert (tmp_path / "killed").exists()
     assert all(one["resumed"] for one in said)
     assert [one["rank"] for one in said] == [0, 1]
     assert len({one["node"] for one in said}) == 2
     assert said[0]["steps"] == EPOCHS * 6
-    of_ddp = weights_of_ddp(tmp_path / "ddp")
     assert [one["weights"] for one in said] == [of_ddp] * 2
 
 
@@ -106,7 +113,7 @@ def test_an_elastic_fit_of_three_workers_goes_on_without_a_lost_node(two_nodes, 
     """Each node has room for two. Shards of the optimizer go from three workers to two."""
     said = fit(tmp_path, num_workers=(1, 3), strategy="ring_sharded", kill="node")
     assert (tmp_path / "killed").exists()
-    found = [(one["rank"], one["world_size"], one["resumed"]) for one in said]
-    assert found == [(0, 2, True), (1, 2, True)]
+    assert [(one["rank"], one["world_size"]) for one in said] == [(0, 2), (1, 2)]
+    assert all(one["resumed"] for one in said)
     assert said[0]["weights"] == said[1]["weights"]
     assert said[0]["steps"] == 4 + (EPOCHS - 1) * 6, "the first epoch on three workers"

@@ -21,16 +21,17 @@ def spark():
     from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("tests")
-    for name, value in (
-        ("spark.ui.enabled", "false"),
-        ("spark.executorEnv.PYTHONPATH", str(ROOT)),
-        ("spark.executorEnv.OMP_NUM_THREADS", "1"),
-    ):
-        builder = builder.config(name, value)
+    options = {
+        "spark.ui.enabled": "false",
+        "spark.executorEnv.PYTHONPATH": str(ROOT),
+        "spark.executorEnv.OMP_NUM_THREADS": "1",
+    }
+    builder = SparkSession.builder.master("local-cluster[2,1,1024]").config(map=options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("PYSPARK_PYTHON", sys.executable)
+        # JVMs of seconds: to compile less takes less of the processors
+        patch.setenv("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         # else each JVM asks a name server for this host
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         patch.setenv("SPARK_LOCAL_HOSTNAME", "localhost")

@@ -44,7 +44,9 @@ def typed(tmp_path_factory, tmp_path, monkeypatch):
     script = tmp_path_factory.mktemp("typed") / "typed.py"
     script.write_text(TYPED)
     train = str(ROOT / "recipes" / "train.py")
-    return lambda *words: run([sys.executable, str(script), train, *words], **forked.ranks())
+    return lambda *words, **env: run(
+        [sys.executable, str(script), train, *words], **(forked.ranks() | env)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_ring.errors import ConfigurationError
 from recipes.start import check, start_ranks
+from tests import forked
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +75,13 @@ def test_inside_a_launcher_nothing_is_started_and_its_ranks_are_counted(composed
 
 @pytest.mark.ranks
 def test_the_recipe_trains_with_ddp_too(typed):
-    short = ["trainer.max_epochs=1", "+trainer.limit_train_batches=2", "schedule.warmup=0"]
-    result = typed("strategy=ddp", *short)
+    result = typed(
+        "strategy=ddp",
+        "trainer.max_epochs=1",
+        "+trainer.limit_train_batches=2",
+        "schedule.warmup=0",
+        **forked.every(),
+    )
     assert result.returncode == 0, result.stdout
     assert "trained 1 epoch(s) on 2 rank(s)" in result.stdout
     assert "\x1b" not in result.stdout  # a line an epoch, as with ring
