@@ -25,6 +25,7 @@ DEFAULT_CAP_MB = 25.0
 MOST_RANKS_FOR_SMALL_BUCKETS = 16
 FIRST_BUCKET_MB = 1.0
 NEARLY_EMPTY = 1 / 16  # of a bucket's cap
+TINY = 1 / 64  # of a larger gradient
 LEAST_PIECE_BYTES = 4 * 2**20
 TCP_ALPHA_SECONDS = 200e-6  # a message between two hosts, with what the sender's interpreter adds
 _NODE_BANDWIDTH = 7e9  # bytes per second of two ranks that share memory, buckets larger than caches
@@ -49,14 +50,23 @@ def number_by_size(sizes: Sequence[float], cap: float, first_cap: float) -> list
 
     The first bucket holds up to ``first_cap``, so that it leaves early; any may hold one larger
     gradient alone. A nearly empty bucket takes the next gradient whatever its size: alone it would
-    cost a message for few bytes.
+    cost a message for few bytes. The tiny gradients before a large one that begins a bucket, such
+    as the bias of its layer, go with it: they come at the same time, and would make the bucket
+    before wait for it.
     """
-    numbers, number, total = [], 0, 0.0
+    numbers: list[int] = []
+    number, total = 0, 0.0
     for size in sizes:
         limit = cap if number else min(cap, first_cap)
         takes = total + size <= limit or (number > 0 and total < NEARLY_EMPTY * cap)
         if total and not takes:
-            number, total = number + 1, 0.0
+            begin = len(numbers)
+            while begin and numbers[begin - 1] == number and sizes[begin - 1] < TINY * size:
+                begin -= 1
+            number += 1
+            if begin and numbers[begin - 1] == number - 1:  # else nothing would stay
+                numbers[begin:] = [number] * (len(numbers) - begin)
+            total = sum(sizes[numbers.index(number) :]) if number in numbers else 0.0
         numbers.append(number)
         total += size
     return numbers
