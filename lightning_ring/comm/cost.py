@@ -63,10 +63,11 @@ def number_by_size(sizes: Sequence[float], cap: float, first_cap: float) -> list
             begin = len(numbers)
             while begin and numbers[begin - 1] == number and sizes[begin - 1] < TINY * size:
                 begin -= 1
+            if not begin or numbers[begin - 1] != number:  # nothing would stay
+                begin = len(numbers)
             number += 1
-            if begin and numbers[begin - 1] == number - 1:  # else nothing would stay
-                numbers[begin:] = [number] * (len(numbers) - begin)
-            total = sum(sizes[numbers.index(number) :]) if number in numbers else 0.0
+            numbers[begin:] = [number] * (len(numbers) - begin)
+            total = sum(sizes[begin : len(numbers)])
         numbers.append(number)
         total += size
     return numbers

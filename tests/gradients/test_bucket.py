@@ -23,35 +23,27 @@ def test_its_length_is_divisible_and_flags_stay_behind_the_gradients(num_shards)
     assert torch.equal(bucket.views[1], params[1].grad)
     assert bucket.flat[-4:].tolist() == [1, 0, 1, 1]
     assert bucket.used.tolist() == [1, 0, 1]
-    assert bucket.stop.tolist() == [1]
-    between = sum(view.numel() for view in bucket.views)
-    assert int((bucket.flat[:-4] != 0).sum()) == between, "what lies between is zero"
+    assert bucket.stop == 1
+    # what lies between is zero
+    assert (bucket.flat[:-4] != 0).sum() == sum(view.numel() for view in bucket.views)
 
 
 def test_a_nearly_empty_bucket_takes_the_next_parameter_and_the_first_stays_small():
-    mib = 2**20
-    # of a classifier's bias and weight, BatchNorms, convolutions
+    # MiB of a classifier's bias and weight, BatchNorms, convolutions
     sizes = [0.004, 8, 0.01, 0.01, 9, 0.01, 9, 2, 0.5]
-    assert number_by_size([size * mib for size in sizes], 4 * mib, mib) == [
-        0,
-        1,
-        2,
-        2,
-        2,
-        3,
-        3,
-        4,
-        4,
-    ]
-    named = [
-        (f"p{index}", Parameter(torch.zeros(int(size * 2**18)))) for index, size in enumerate(sizes)
-    ]
+    assert number_by_size(sizes, 4, 1) == [0, 1, 2, 2, 2, 3, 3, 4, 4]
+    named = [("", Parameter(torch.zeros(int(size * 2**18)))) for size in sizes]
     buckets = [Bucket(*zip(*group, strict=True)) for group in plan_buckets(named, 4)]
     assert [len(bucket.params) for bucket in buckets] == [1, 1, 3, 2, 2]
-    held = sum(bucket.flat.nbytes for bucket in buckets)
-    assert held < sum(param.nbytes for _, param in named) + 2000, (
-        "no more memory than the gradients"
+    # no more memory than the gradients
+    assert (
+        sum(bucket.flat.nbytes for bucket in buckets)
+        < sum(param.nbytes for _, param in named) + 2000
     )
+
+
+def test_a_bias_goes_with_its_weight_unless_nothing_would_stay():
+    assert number_by_size([0.1, 9, 7, 0.1, 9], 8, 8) == [0, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 8])
