@@ -25,7 +25,7 @@ DEFAULT_CAP_MB = 25.0
 MOST_RANKS_FOR_SMALL_BUCKETS = 16
 FIRST_BUCKET_MB = 1.0
 NEARLY_EMPTY = 1 / 16  # of a bucket's cap
-TINY = 1 / 64  # of a larger gradient
+TINY = 1 / 64  # of the large gradient that comes next
 LEAST_PIECE_BYTES = 4 * 2**20
 TCP_ALPHA_SECONDS = 200e-6  # a message between two hosts, with what the sender's interpreter adds
 _NODE_BANDWIDTH = 7e9  # bytes per second of two ranks that share memory, buckets larger than caches
@@ -50,9 +50,9 @@ def number_by_size(sizes: Sequence[float], cap: float, first_cap: float) -> list
 
     The first bucket holds up to ``first_cap``, so that it leaves early; any may hold one larger
     gradient alone. A nearly empty bucket takes the next gradient whatever its size: alone it would
-    cost a message for few bytes. The tiny gradients before a large one that begins a bucket, such
-    as the bias of its layer, go with it: they come at the same time, and would make the bucket
-    before wait for it.
+    cost a message for few bytes. When a large gradient begins a bucket, the tiny ones just before
+    it, such as its layer's bias, move there too: a layer's gradients come together, and the earlier
+    bucket would have to wait for them.
     """
     numbers: list[int] = []
     number, total = 0, 0.0

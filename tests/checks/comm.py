@@ -95,6 +95,18 @@ def check_every_dtype_and_op_equals_a_plain_reduction():
         assert_same_everywhere(torch.cat(outputs))
 
 
+def check_tensors_of_inference_mode():
+    """Lightning evaluates in that mode; changing its tensors in a thread that is not in it is an
+    error.
+    """
+    for comm in each():
+        with torch.inference_mode():
+            tensor = torch.ones(200_000)
+            work = comm.all_reduce_(tensor)
+        work.wait()
+        assert (tensor == comm.world_size).all()
+
+
 def check_average_of_two_ranks_has_the_bits_of_distributed_data_parallel():
     for comm in each():
         mine = torch.randn(70_001, generator=torch.Generator().manual_seed(comm.rank))

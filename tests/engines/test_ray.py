@@ -32,7 +32,7 @@ def two_nodes():
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
         # Tries after a node has gone may still wait for its place, for 20 s together.
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")
-        # of clouds; each of its processes imports for 2 s
+        # It watches for cloud machines that will be taken away; each watcher imports for 2 s.
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         node = {"num_cpus": 2, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=node)

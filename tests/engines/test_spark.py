@@ -30,7 +30,7 @@ def spark():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("PYSPARK_PYTHON", sys.executable)
-        # JVMs of seconds: to compile less takes less of the processors
+        # These JVMs live for seconds: optimized code would cost more than it saves.
         patch.setenv("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         # else each JVM asks a name server for this host
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
