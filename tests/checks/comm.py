@@ -10,7 +10,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch.testing import assert_close
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator, open_torch_communicator
@@ -19,6 +18,7 @@ from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 from lightning_ring.job.communicators import open_hierarchical
+from tests.checks.ranks import WORLD
 from tests.checks.reductions import (
     COMPLEX,
     FLOATS,
@@ -33,7 +33,6 @@ from tests.checks.reductions import (
 from tests.checks.world import open_gloo, raised_by_all
 from tests.refusals import refused
 
-WORLD = MPI.COMM_WORLD
 CPU = torch.device("cpu")
 BACKENDS = ["gloo", "mpi", "shared memory"] + ["hierarchical"] * (WORLD.size == 4)
 # Every dtype goes through the others on up to three ranks; a ring of four is the same ring (and

@@ -6,15 +6,14 @@ import json
 
 import pytest
 import torch
-from mpi4py import MPI
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ring import distribute
 from lightning_ring.errors import ConfigurationError, ModelMismatchError, RingError
+from tests.checks.ranks import WORLD
 from tests.refusals import refused
 
-WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 torch.set_num_threads(1)
 

@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.environments import MPIEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-from mpi4py import MPI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ring  # noqa: F401  registers "ring"
 from lightning_ring.gradients.sharded_gradient import ShardedGradient
+from tests.checks.ranks import WORLD
 from tests.trainers import QUIET
 
-WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 torch.set_num_threads(1)
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.backends.shared_memory import memory as shared_memory
@@ -22,9 +21,9 @@ from lightning_ring.job import job as job_module
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, current_job, open_job
 from lightning_ring.job.members import JobMember, info_of
+from tests.checks.ranks import WORLD
 from tests.checks.world import open_gloo, raised_by_all
 
-WORLD = MPI.COMM_WORLD
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
 ROUND_ROBIN, BLOCKS, UNEVEN, APART = [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 3]

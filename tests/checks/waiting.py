@@ -3,11 +3,9 @@
 import time
 
 import torch
-from mpi4py import MPI
 
 from tests.checks.comm import BACKENDS, CPU, opened
 
-WORLD = MPI.COMM_WORLD
 LATE = 1.0  # seconds; a wait that spins would take as much of a core
 
 

@@ -17,11 +17,11 @@ TIMEOUT = timedelta(seconds=60)
 @contextmanager
 def raised_by_all(kind, message):
     """Around code that raises the same error on every rank."""
-    from mpi4py import MPI
+    from tests.checks.ranks import WORLD
 
     with pytest.raises(kind, match=message) as caught:
         yield caught
-    assert len(set(MPI.COMM_WORLD.allgather(str(caught.value)))) == 1
+    assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
 
 @contextmanager

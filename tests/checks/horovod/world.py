@@ -1,11 +1,10 @@
 """What scripts for Horovod write again and again."""
 
 import torch
-from mpi4py import MPI
 
 import lightning_ring.horovod as hvd
+from tests.checks.ranks import WORLD
 
-WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 torch.set_num_threads(1)
 
