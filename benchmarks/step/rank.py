@@ -67,13 +67,20 @@ MODELS = {
 
 
 class Trained(L.LightningModule):
-    """``model`` on one random batch, again and again, with SGD and momentum."""
+    """``model`` on one random batch, again and again, with SGD and momentum.
 
-    def __init__(self, model, channels_last):
+    Each step waits in ``begin_step``: in a callback between steps, which may read parameters,
+    `ring_sharded` would wait for all of them.
+    """
+
+    def __init__(self, model, channels_last, begin_step=lambda: True):
         super().__init__()
         self.model = model.to(memory_format=torch.channels_last) if channels_last else model
+        self._begin_step = begin_step
 
     def training_step(self, batch, batch_idx):
+        if not self._begin_step():
+            self.trainer.should_stop = True
         images, labels = batch
         return F.cross_entropy(self.model(images), labels)
 
@@ -101,13 +108,9 @@ def one_batch(shape, batch_size, device="cpu", channels_last=False):
     return images, torch.zeros(batch_size, dtype=torch.int64, device=device)
 
 
-class InTurns(L.Callback):
+class Leaves(L.Callback):
     def __init__(self, turns):
         self._turns = turns
-
-    def on_train_batch_start(self, trainer, *_):
-        if not self._turns.wait():
-            trainer.should_stop = True
 
     def on_train_end(self, trainer, *_):
         algorithm = getattr(trainer.strategy, "algorithm", None)
@@ -195,7 +198,7 @@ def main(arguments=None):
         strategy=chosen,
         accelerator="gpu" if on_cuda else "cpu",
         precision=asked.precision,
-        callbacks=[InTurns(turns)],
+        callbacks=[Leaves(turns)],
         benchmark=on_cuda,
         max_epochs=1,
         logger=TensorBoardLogger(tempfile.mkdtemp(prefix="ring-step-")) if asked.logger else False,
@@ -211,7 +214,7 @@ def main(arguments=None):
         length = NUM_BATCHES * batch_size
         order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
         batches = DataLoader(range(length), batch_size, sampler=order, collate_fn=lambda _: batch)
-    trainer.fit(Trained(build(), asked.channels_last), batches)
+    trainer.fit(Trained(build(), asked.channels_last, turns.wait), batches)
 
 
 def fork(job, host):

@@ -34,10 +34,10 @@ def two_nodes():
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "5")
         # It watches for cloud machines that will be taken away; each watcher imports for 2 s.
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        node = {"num_cpus": 2, "include_dashboard": False}
+        node = {"num_cpus": 1, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
-            cluster.add_node(num_cpus=2)
+            cluster.add_node(num_cpus=1)
             ray.init(address=cluster.address, log_to_driver=False)
             yield
         finally:
@@ -109,11 +109,9 @@ def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
 
 
 # the last one: it loses a node
-def test_an_elastic_fit_of_three_workers_goes_on_without_a_lost_node(two_nodes, tmp_path):
-    """Each node has room for two. Shards of the optimizer go from three workers to two."""
-    said = fit(tmp_path, num_workers=(1, 3), strategy="ring_sharded", kill="node")
+def test_an_elastic_fit_of_two_workers_goes_on_without_a_lost_node(two_nodes, tmp_path):
+    """Each node has room for one, which then takes both shards of the optimizer."""
+    (said,) = fit(tmp_path, num_workers=(1, 2), strategy="ring_sharded", kill="node")
     assert (tmp_path / "killed").exists()
-    assert [(one["rank"], one["world_size"]) for one in said] == [(0, 2), (1, 2)]
-    assert all(one["resumed"] for one in said)
-    assert said[0]["weights"] == said[1]["weights"]
-    assert said[0]["steps"] == 4 + (EPOCHS - 1) * 6, "the first epoch on three workers"
+    assert (said["rank"], said["world_size"], said["resumed"]) == (0, 1, True)
+    assert said["steps"] == 6 + (EPOCHS - 1) * 12, "the first epoch on two workers"
