@@ -127,10 +127,13 @@ class Conductor(Processes):
                 raise SystemExit(f"a job ended with exit code {code}:\n{self.outputs()}")
 
     def turn(self, job, num_steps):
-        """Seconds of each of ``num_steps`` steps of ``job`` on its slowest rank, after one that
-        is not timed.
+        """Seconds of each of ``num_steps`` steps of ``job`` in the mean of its ranks, after one
+        that is not timed.
+
+        Ranks wait for each other. In the slowest rank's time of every step a delay would count
+        twice: its rank is late, and then the other that waited for it.
         """
-        return [max(step) for step in zip(*self._ask(job, num_steps + 1), strict=True)]
+        return [sum(step) / len(step) for step in zip(*self._ask(job, num_steps + 1), strict=True)]
 
     def finish(self):
         """Let every job end; returns what its ranks say of themselves (`Turns.facts`)."""

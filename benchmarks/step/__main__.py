@@ -3,7 +3,7 @@
 ``python -m benchmarks.step one_node``. Every strategy is a job of its own, really trained through
 `L.Trainer` on the same module and the same random batch; the jobs take turns
 (`benchmarks/turns.py`), some steps each, round after round. A step lasts from one
-``training_step`` to the next, on the slowest rank. ``alone`` is the same loop on as many
+``training_step`` to the next, in the mean of the ranks. ``alone`` is the same loop on as many
 ranks without communication: what is left when communication costs nothing. ``keep_freed_memory`` is
 ring's default, and the limit is taken with it.
 
