@@ -20,6 +20,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, default_cap_mb
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import broadcast_tensors, params_of
+from lightning_ring.comm.waiting import let_senders_finish
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.backward import check_outside_backward
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback
@@ -77,6 +78,8 @@ class Averaging(Algorithm):
         self._module, self._comm = module, comm
         # a new one, without the residual of an earlier training
         self._compressor = copy.deepcopy(self._compression)
+        if self._compressor is not None:
+            let_senders_finish()
         # not a subclass's, which needs what follows
         Averaging.set_optimizers(self, optimizers)
         device = next((param.device.type for param in module.parameters()), "cpu")

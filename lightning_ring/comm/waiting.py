@@ -14,12 +14,15 @@ the job's, ends it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 from lightning_ring.errors import CollectiveError, RingError
@@ -204,6 +207,23 @@ def poll_until(test: Callable[[], bool], while_waiting: Callable[[], object]) ->
             next_check = waited + CHECK_SECONDS
         if waited > SPIN_SECONDS:
             time.sleep(min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS))
+
+
+def let_senders_finish() -> None:
+    """Keep Gloo's threads from taking the core of a thread that sends.
+
+    While another thread writes to a connection, Gloo's asks for it again and again, for as long as
+    Linux lets it run: where they share a core, for milliseconds (`handleEvents` in
+    ``gloo/transport/tcp/pair.cc``). In batch scheduling it waits for its turn. Many short messages
+    gain from it, as compressors send them; long ones do not.
+    """
+    tasks = Path("/proc/self/task")
+    for task in tasks.iterdir() if tasks.is_dir() else ():
+        with contextlib.suppress(OSError):  # a thread that has ended
+            if (task / "comm").read_text() == "gloo_tcp_loop\n":
+                thread = int(task.name)
+                if os.sched_getscheduler(thread) == os.SCHED_OTHER:  # else the user has chosen
+                    os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def transport_error(description: str, error: BaseException) -> TransportError:

@@ -1,9 +1,12 @@
 """What a rank's waiting takes of the cores, run on both ranks of one mpirun by `tests.battery`."""
 
+import os
 import time
+from pathlib import Path
 
 import torch
 
+from lightning_ring.algorithms.averaging import Averaging
 from tests.checks.comm import BACKENDS, CPU, opened
 
 LATE = 1.0  # seconds; a wait that spins would take as much of a core
@@ -29,3 +32,11 @@ def check_waiting_for_a_late_rank_takes_no_core():
                 assert time.monotonic() - began > LATE * 0.9, backend
                 assert time.process_time() - used < LATE / 2, backend
             comm.barrier()
+
+
+def check_gloos_threads_let_those_finish_that_send_compressed_gradients():
+    with opened("gloo") as comm:
+        Averaging(compression="int8").attach(torch.nn.Linear(1, 1), [], comm)
+        tasks = Path("/proc/self/task").iterdir()
+        loops = [int(task.name) for task in tasks if "gloo_tcp" in (task / "comm").read_text()]
+        assert {os.sched_getscheduler(loop) for loop in loops} == {os.SCHED_BATCH}

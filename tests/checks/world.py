@@ -45,9 +45,8 @@ def open_gloo():
     if dist.is_initialized():  # on all ranks: an earlier check left it
         return
     # deferred: pytest imports this file too, and MPI must start in the ranks only
-    from mpi4py import MPI
+    from tests.checks.ranks import WORLD as world
 
-    world = MPI.COMM_WORLD
     store = (
         dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False)
         if world.rank == 0

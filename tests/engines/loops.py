@@ -65,7 +65,6 @@ def trained(strategy, ckpt_path=None, **options):
     return {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
-        "nodes": trainer.num_nodes if job is None else job.info.num_nodes,
         "source": "" if job is None else job.info.source,
         "steps": trainer.global_step,
         "weights": [value.tolist() for value in model.state_dict().values()],

@@ -100,14 +100,6 @@ def test_a_killed_worker_starts_again_and_the_fit_has_the_bits_of_ddp(of_ddp, tw
     assert [one["weights"] for one in said] == [of_ddp] * 2
 
 
-def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
-    import lightning as L
-    from ray.train.lightning import prepare_trainer
-
-    with pytest.raises(RuntimeError, match="Invalid strategy class"):
-        prepare_trainer(L.Trainer(strategy="ring", accelerator="cpu", devices=1, logger=False))
-
-
 # the last one: it loses a node
 def test_an_elastic_fit_of_two_workers_goes_on_without_a_lost_node(two_nodes, tmp_path):
     """Each node has room for one, which then takes both shards of the optimizer."""
