@@ -108,7 +108,7 @@ def one_batch(shape, batch_size, device="cpu", channels_last=False):
     return images, torch.zeros(batch_size, dtype=torch.int64, device=device)
 
 
-class Leaves(L.Callback):
+class LeavesTurns(L.Callback):
     def __init__(self, turns):
         self._turns = turns
 
@@ -198,7 +198,7 @@ def main(arguments=None):
         strategy=chosen,
         accelerator="gpu" if on_cuda else "cpu",
         precision=asked.precision,
-        callbacks=[Leaves(turns)],
+        callbacks=[LeavesTurns(turns)],
         benchmark=on_cuda,
         max_epochs=1,
         logger=TensorBoardLogger(tempfile.mkdtemp(prefix="ring-step-")) if asked.logger else False,

@@ -38,5 +38,5 @@ def check_gloos_threads_let_those_finish_that_send_compressed_gradients():
     with opened("gloo") as comm:
         Averaging(compression="int8").attach(torch.nn.Linear(1, 1), [], comm)
         tasks = Path("/proc/self/task").iterdir()
-        loops = [int(task.name) for task in tasks if "gloo_tcp" in (task / "comm").read_text()]
+        loops = [int(task.name) for task in tasks if b"gloo_tcp" in (task / "comm").read_bytes()]
         assert {os.sched_getscheduler(loop) for loop in loops} == {os.SCHED_BATCH}
